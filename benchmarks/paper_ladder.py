@@ -73,8 +73,8 @@ ASSUMPTIONS = (
     "one rank and a pass holds one pair. Every rung gets the split and slice that suit it best.",
     "Rewards and text encoders cost nothing on either side.",
     "Both directions: a node generates and trains as one, sharded inside, with half or all of the samples "
-    "stale. A change of its role costs the gather of the weights. One node receives the sum of the gradients over the "
-    "network, commits and publishes.",
+    "stale. A change of its role costs the gather of the weights. One node receives the sum of the gradients over "
+    "the network, commits and publishes.",
 )
 
 BASELINE = ColocatedAssumptions(engine_switch_s=1.0)

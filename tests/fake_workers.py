@@ -363,6 +363,7 @@ class FakeRun:
         kept_rows: int = 1024,
         reserve: int = 0,
         pools: Sequence[str] = (),
+        edits: bool = False,
         hooks: Mapping[str, Any] | None = None,
         **faults: Any,
     ) -> None:
@@ -371,8 +372,11 @@ class FakeRun:
         self.steps: list[StepSummary] = []
         self.messages: list[str] = []
         self._ns = 0
+        images = (_picture(),) if edits else ()
         sampler = PromptSampler(
-            [Prompt(index, f"prompt {index}") for index in range(prompts)], recipe.batch.prompts, recipe.seed
+            [Prompt(index, f"prompt {index}", images=images) for index in range(prompts)],
+            recipe.batch.prompts,
+            recipe.seed,
         )
         store = PromptStore(
             sampler,

@@ -21,6 +21,7 @@ from digenrl.report.page import write_report
 from digenrl.run_folder.folder import RunFolder, Status, numbered_path
 from digenrl.run_folder.metric_lines import read_evaluations, read_steps
 from digenrl.run_folder.reading import read_run
+from digenrl.runs.held_out import evaluation_is_due
 from digenrl.runs.resuming import ResumePoint, find_resume_point, mend_logs
 from digenrl.runs.stopping import RunFailedError
 from digenrl.runs.training import check_recipe, train
@@ -93,7 +94,9 @@ def resume_run(
             tell(_where_it_resumes(folder, resume_point))
             resume_point = mend_logs(folder, resume_point, tell)
         done = 0 if resume_point is None else resume_point.position.step
-        if done >= recipe.steps:
+        if done == recipe.steps and evaluation_is_due(folder, recipe, done):
+            tell(f"all {done} steps are done; what is left is the last evaluation")
+        elif done >= recipe.steps:
             raise ConfigError(
                 f"{path}: all {recipe.steps} steps are done; to continue, set more, as steps={recipe.steps * 2}"
             )

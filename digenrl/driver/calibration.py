@@ -374,14 +374,14 @@ def initial_scheduler_state(
 
     For `served` and `recorded` see `initial_state`.
     """
-    recipe, held_out = driver.stores.recipe, len(driver.stores.prompts.held_out)
+    recipe = driver.stores.recipe
     generators, helpers = offers(driver, calibration, slice_size)
     terms = replace(
         choose_terms(driver, calibration, slice_size),
         encodes=True,
         hedge_after=recipe.lanes.hedge_after,
         evaluate_every=0 if recipe.evaluation is None else recipe.evaluation.every,
-        evaluation_chunks=0 if recipe.evaluation is None else -(-held_out // recipe.evaluation.chunk),
+        evaluation_chunks=driver.stores.evaluation_chunks,
         save_every=recipe.checkpoint.every,
     )
     costs = calibration.costs(shares_work=terms.shares_work)

@@ -162,8 +162,8 @@ class Dispatcher:
             self._wake_ns = action.at_ns
         elif isinstance(action, AbandonEvaluation):
             logger.warning("the evaluation of version %d is abandoned: %s", action.version, action.reason)
-            self._outputs.abandoned.add(action.version)
             self._drop_parked_evaluation(action.version)
+            self._outputs.abandon_evaluation(action.version, [job for job, _ in self._parked])
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Workers that are started from now on use these attention kernels."""
@@ -385,7 +385,7 @@ class Dispatcher:
         names = dict.fromkeys((worker, *rank_names(self._supervisor.assignment(worker))))
         lost = [(name, job) for name in names for job in self._jobs.lose(name)]
         for _, job in lost:
-            self._outputs.discard(job)
+            self._outputs.discard(job, worker_lost=True)
         self.stores.versions.drop_old(self._jobs.jobs())
         if self._begun:
             self._report_loss(worker)
@@ -422,8 +422,6 @@ class Dispatcher:
         if worker == TRAINER:
             losses = [WorkerLost(now_ns, 0, "trainer")]
             self._outputs.forget_updates()
-            names = self._names_of(losses[0])
-            self._parked = [each for each in self._parked if self._worker_of(each[0]) not in names]
         elif worker == ENCODER:
             losses = [WorkerLost(now_ns, 0, "encoder")]
         elif worker in rewards:
@@ -437,7 +435,9 @@ class Dispatcher:
             self._events += [replace(loss, at_ns=now_ns) for loss in stalled]
             self.stores.versions.take_update(NO_WEIGHTS)  # the step begins with its first update again
         for loss in losses:
-            self._unheard_losses += Counter(self._names_of(loss))
+            names = self._names_of(loss)
+            self._unheard_losses += Counter(names)
+            self._parked = [each for each in self._parked if self._worker_of(each[0]) not in names]
         self._events += losses
 
     def _names_of(self, loss: WorkerLost) -> set[str]:
@@ -450,6 +450,8 @@ class Dispatcher:
         return {ENCODER} if loss.pool == "encoder" else set()
 
     def _worker_of(self, job: Job) -> str:
+        if isinstance(job, Score):
+            return self.stores.workers.reward_names[job.scorer]
         lane = holding_lane(job)
         return TRAINER if lane is None else self.stores.lanes.worker(lane)
 

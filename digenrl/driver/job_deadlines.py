@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from digenrl.records import Encode, Evaluate, Generate, Job, Score
+from digenrl.transports.active_clock import ActiveClock
 
 FACTOR = 10  # a job may take this many times as long as the longest of its kind so far
 UNTIMED_FACTOR = 30  # times the patience, for the first job of its kind: it may compile, or time many sizes
-LONGEST_PAUSE_S = 5.0  # between two looks; what exceeds it is a pause of the driver and counts for no worker
+LONGEST_PAUSE_S = 5.0  # of the driver between two looks that counts for a worker
 INDEPENDENT = (Encode, Generate, Score, Evaluate)  # jobs that never wait for another worker
 
 
@@ -30,15 +31,13 @@ class JobDeadlines:
     """
 
     def __init__(self, patience_s: float, monotonic: Callable[[], float]) -> None:
-        self._patience_s, self._monotonic = patience_s, monotonic
-        self._looked_s, self._now_s = monotonic(), 0.0
+        self._patience_s, self._now_s = patience_s, ActiveClock(LONGEST_PAUSE_S, monotonic)
         self._since_s: dict[str, float] = {}  # the last progress of every worker that is ready
         self._longest_s: dict[type[Job], float] = {}
 
     def begin(self, worker: str) -> None:
         """The worker is ready, or begins a job after it was idle."""
-        self._advance()
-        self._since_s[owner(worker)] = self._now_s
+        self._since_s[owner(worker)] = self._now_s()
 
     def is_ready(self, worker: str) -> bool:
         """Whether the worker has begun to carry out jobs."""
@@ -46,25 +45,24 @@ class JobDeadlines:
 
     def finish(self, worker: str, job: Job) -> None:
         """The result of a job has arrived; the worker begins its next one."""
-        self._advance()
-        took_s = self._now_s - self._since_s.get(owner(worker), self._now_s)
+        now_s = self._now_s()
+        took_s = now_s - self._since_s.get(owner(worker), now_s)
         self._longest_s[type(job)] = max(took_s, self._longest_s.get(type(job), 0.0))
         self.begin(worker)
 
     def forget(self, worker: str) -> None:
         """The worker is lost. Others may have waited for it, so their time starts again."""
         self._since_s.pop(owner(worker), None)
-        self._advance()
-        self._since_s = dict.fromkeys(self._since_s, self._now_s)
+        self._since_s = dict.fromkeys(self._since_s, self._now_s())
 
     def overdue(self, jobs: Mapping[str, Iterable[Job]]) -> OverdueJob | None:
         """The first worker whose oldest job is overdue, given the unfinished jobs of each in order."""
-        self._advance()
+        now_s = self._now_s()
         pending: dict[str, list[Job]] = {}
         for worker, held in jobs.items():
             pending.setdefault(owner(worker), []).extend(held)
         for worker, held_jobs in pending.items():
-            waited_s = self._now_s - self._since_s.get(worker, self._now_s)
+            waited_s = now_s - self._since_s.get(worker, now_s)
             if held_jobs and waited_s > max(self.allowed_s(job) for job in held_jobs):
                 return OverdueJob(worker, held_jobs[0], waited_s)
         return None
@@ -76,11 +74,6 @@ class JobDeadlines:
             return UNTIMED_FACTOR * self._patience_s
         longest_s = self._longest_s[kind] if kind in INDEPENDENT else max(self._longest_s.values())
         return max(self._patience_s, FACTOR * longest_s)
-
-    def _advance(self) -> None:
-        now_s = self._monotonic()
-        self._now_s += min(now_s - self._looked_s, LONGEST_PAUSE_S)
-        self._looked_s = now_s
 
 
 def owner(worker: str) -> str:

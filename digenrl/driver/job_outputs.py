@@ -70,15 +70,28 @@ class JobOutputs:
         """The trainer was lost in the middle of a step, whose updates are taken again."""
         self._updates = []
 
-    def discard(self, job: Job) -> None:
-        """Frees what a job that did not complete may have left."""
+    def discard(self, job: Job, *, worker_lost: bool = False) -> None:
+        """Frees what a job that did not complete may have left.
+
+        If its worker is lost, held-out samples stay: they are scored by another one.
+        """
         if isinstance(job, Generate | Evaluate | SendGradients | TakeUpdate):
             for name in job.writes():
                 self._stores.artifacts.drop(name)
         elif isinstance(job, Score) and isinstance(job.piece, HeldOutChunk):
-            self._stores.artifacts.drop(held_out_name(job.piece))
+            if not worker_lost or job.piece.version in self.abandoned:
+                self._stores.artifacts.drop(held_out_name(job.piece))
         elif isinstance(job, Publish):
             self._stores.versions.drop_old(self._pending())
+
+    def abandon_evaluation(self, version: int, unsent: Iterable[Job]) -> None:
+        """Frees what was sampled for a version, except for what a job still reads, sent or not."""
+        self.abandoned.add(version)
+        being_read = {job.piece for job in (*self._pending(), *unsent) if isinstance(job, Score)}
+        for index in range(self._stores.evaluation_chunks):
+            chunk = HeldOutChunk(version, index)
+            if chunk not in being_read:
+                self._stores.artifacts.drop(held_out_name(chunk))
 
     def discard_late(self, report: object) -> None:
         """Frees what a job has left whose result came too late. A doubled result's slice may be in use."""

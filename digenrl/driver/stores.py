@@ -26,6 +26,12 @@ class DriverStores:
         self.slice_size = 0
         self.pack_size = 0  # the trainer's, as calibrated
 
+    @property
+    def evaluation_chunks(self) -> int:
+        """The jobs that an evaluation is divided into."""
+        evaluation = self.recipe.evaluation
+        return 0 if evaluation is None else -(-len(self.prompts.held_out) // evaluation.chunk)
+
     def drop_slice(self, name: str) -> None:
         """Frees a slice's trajectories and pixels."""
         self.artifacts.drop(name)

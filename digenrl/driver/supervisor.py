@@ -26,10 +26,12 @@ class TrainerLostError(WorkerFailedError):
     """The trainer and its state are lost: the run can only be resumed from its last checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Vacancy:
+    """A worker that is to be started. The run cannot continue without it since `needed_since_s`, if at all."""
+
     assignment: Assignment
-    since_s: float
+    needed_since_s: float | None = None
 
 
 class Supervisor:
@@ -78,7 +80,7 @@ class Supervisor:
 
     def want(self, worker: str) -> None:
         """The worker is to be started as soon as there is room."""
-        self._vacancies[worker] = _Vacancy(self._assignments[worker], self._monotonic())
+        self._vacancies[worker] = _Vacancy(self._assignments[worker])
 
     def ready(self, worker: str) -> None:
         """The worker has loaded everything."""
@@ -101,7 +103,9 @@ class Supervisor:
                 self._announced.discard(worker)
                 self._jobs.start(vacancy.assignment)
         for worker, vacancy in self._vacancies.items():
-            if self._run_needs(worker):
+            if not self._run_needs(worker):
+                vacancy.needed_since_s = None
+            else:
                 self._check_wait(worker, vacancy)
 
     def present(self, workers: Iterable[Assignment]) -> list[str]:
@@ -112,13 +116,15 @@ class Supervisor:
         if worker not in self._announced:
             self._announced.add(worker)
             self._notify(f"waiting for room for {worker}")
-        waited_s = self._monotonic() - vacancy.since_s
+        now_s = self._monotonic()
+        vacancy.needed_since_s = now_s if vacancy.needed_since_s is None else vacancy.needed_since_s
+        waited_s = now_s - vacancy.needed_since_s
         if waited_s > LONGEST_WAIT_S:
             raise WorkerFailedError(f"{worker} found no room for {waited_s:.0f} s; add machines, and resume")
 
     def _run_needs(self, worker: str) -> bool:
-        """Whether the run cannot continue without this worker."""
+        """Whether the run cannot continue without this worker. A trainer that may help generates by itself."""
         generators = (*self._workers.generators, *self._workers.reserve)
         if worker in {each.name for each in generators}:
-            return not self.present(generators)
+            return "generate" not in self._workers.trainer.duties and not self.present(generators)
         return True

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.dispatcher import raise_failure
 from digenrl.records import (
     AbandonEvaluation,
@@ -28,6 +29,14 @@ NS_PER_SECOND = 1_000_000_000
 PICTURES = ".step_"  # folders of single pictures, until they are combined into a grid
 
 
+def evaluation_is_due(folder: RunFolder, recipe: Recipe, version: int) -> bool:
+    """Whether a version is due for evaluation and has not been evaluated."""
+    settings = recipe.evaluation
+    if settings is None or not settings.is_due(version, recipe.steps):
+        return False
+    return version not in {each.steps_done for each in read_evaluations(folder.evaluations)}
+
+
 class HeldOut:
     """An observer that writes an evaluation when all its chunks are scored. A recipe may have none."""
 
@@ -47,11 +56,7 @@ class HeldOut:
 
     def is_due_now(self) -> bool:
         """Whether the version that the run starts with is due for evaluation and has not been evaluated."""
-        settings, version = self._folder.recipe.evaluation, self._first_version
-        if settings is None:
-            return False
-        due = settings.is_due(version, self._folder.recipe.steps)
-        return due and version not in {each.steps_done for each in read_evaluations(self._folder.evaluations)}
+        return evaluation_is_due(self._folder, self._folder.recipe, self._first_version)
 
     def _pictures(self, version: int) -> Path:
         """Where the pictures of a version go until they are combined."""
@@ -68,7 +73,8 @@ class HeldOut:
         for action in actions:
             if isinstance(action, AbandonEvaluation):
                 if isinstance(event, JobFailed) and action.version == self._first_version:
-                    raise_failure("the evaluation of the initial policy", event)
+                    after = f"after {action.version} steps" if action.version else "of the initial policy"
+                    raise_failure(f"the evaluation {after}", event)
                 self._chunks.pop(action.version, None)
                 shutil.rmtree(self._pictures(action.version), ignore_errors=True)
                 self._notify(f"the evaluation after {action.version} steps failed: {action.reason}")

@@ -144,7 +144,7 @@ class TrainingRun:
             except StopRun:
                 return Status.INTERRUPTED  # no step was taken by this process: there is nothing to save
             state = self._drive(state)
-        return Status.FINISHED if state.all_committed else Status.INTERRUPTED
+        return Status.FINISHED if state.all_committed and not state.evaluations else Status.INTERRUPTED
 
     def close(self) -> None:
         for sink in self._sinks:
@@ -156,16 +156,17 @@ class TrainingRun:
         driver, folder, start = self._driver, self._folder, self._start
         self._view.notify(f"starting {len(driver.stores.workers.initial())} workers")
         driver.start_workers()
-        for step in range(start.step, min(start.step + 2, folder.recipe.steps)):
+        first_step = min(start.step, folder.recipe.steps - 1)  # all steps may be done, except for an evaluation
+        for step in range(first_step, min(start.step + 2, folder.recipe.steps)):
             driver.encode_now(step)
         driver.encode_now(HELD_OUT_STEP)
         weights = publish_initial_weights(driver, start.step, repeats=start.repeats_stale_samples)
-        forwards = measure_forwards(driver, start.step, self._view.notify)
+        forwards = measure_forwards(driver, first_step, self._view.notify)
         self._operations = _operations(driver, forwards)
         self._view.notify("calibrating: timing generation, scoring and training")
-        calibration = calibrate(driver, weights.publish_s, start.step, self._view.notify)
+        calibration = calibrate(driver, weights.publish_s, first_step, self._view.notify)
         slice_size = choose_slice_size(driver, calibration)
-        calibration = calibrate_remaining_sizes(driver, calibration, slice_size, start.step)
+        calibration = calibrate_remaining_sizes(driver, calibration, slice_size, first_step)
         logger.info("calibrated: %s; slice size %d", calibration, slice_size)
         folder.write_recipe(_settled(folder.recipe, slice_size, forwards))
         evaluates = self._held_out.is_due_now()
@@ -184,7 +185,8 @@ class TrainingRun:
             lanes = lanes_of_whole_run(folder.info.lanes, lanes, start.at_ns)
         initial = initial_facts(state) | {"calibration": asdict(calibration)}
         folder.update_info(lanes=lanes, initial_state=initial, status=Status.RUNNING)
-        self._view.notify("evaluating the initial policy" if evaluates else "")
+        evaluated = "the initial policy" if start.step == 0 else f"the policy after {start.step} steps"
+        self._view.notify(f"evaluating {evaluated}" if evaluates else "")
         return state
 
     def _drive(self, state: SchedulerState) -> SchedulerState:

@@ -34,5 +34,6 @@ def absorb_calibrated(state: SchedulerState, event: Calibrated) -> Outcome:
     if lane.job != event.job:
         return state, ()
     timed = lane_of(index, event.offer, lane.helper, lane.version)
-    state = put_lane(state, replace(lane, slice_ns=timed.slice_ns, take_ns=timed.take_ns))
+    lane = replace(lane, slice_ns=timed.slice_ns, take_ns=timed.take_ns, train_sample_ns=timed.train_sample_ns)
+    state = put_lane(state, lane)
     return release(state, index), ()

@@ -11,7 +11,14 @@ from dataclasses import replace
 from digenrl.records import AbandonEvaluation, Action, Evaluate, Evaluated, HeldOutChunk
 from digenrl.scheduling.lanes import publish_newest, release
 from digenrl.scheduling.scoring import enqueue
-from digenrl.scheduling.state import Outcome, SchedulerState, find_evaluation, fresh_evaluation, put_evaluation
+from digenrl.scheduling.state import (
+    Outcome,
+    SchedulerState,
+    find_evaluation,
+    fresh_evaluation,
+    is_available,
+    put_evaluation,
+)
 
 
 def begin_evaluation(state: SchedulerState, version: int) -> SchedulerState:
@@ -36,6 +43,7 @@ def hand_out_chunks(state: SchedulerState, at_ns: int) -> Outcome:
             index
             for index in state.idle
             if state.lanes[index].version == state.lanes[index].sent_version == evaluation.version
+            and is_available(state, state.lanes[index])
         ]
         pairs = list(zip(able, evaluation.unstarted, strict=False))
         if not pairs:

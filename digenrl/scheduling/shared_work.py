@@ -17,12 +17,12 @@ from digenrl.scheduling.dispatch import reserved_before
 from digenrl.scheduling.shared_gradients import commit_if_complete, send_gradients
 from digenrl.scheduling.slice_assignment import SlicePicker
 from digenrl.scheduling.state import (
-    Free,
     Lane,
     Outcome,
     ReadyUnit,
     SchedulerState,
     StepProgress,
+    is_available,
     put_step,
 )
 
@@ -38,15 +38,10 @@ def hand_out_work(state: SchedulerState, at_ns: int) -> Outcome:
         return state, ()
     state, sent = send_gradients(state, at_ns)
     jobs: tuple[Action, ...] = ()
-    if any(_is_available(state, state.lanes[index]) for index in state.idle):
+    if any(is_available(state, state.lanes[index]) for index in state.idle):
         state, jobs = _Allocation(state, at_ns).hand_out()
     state, commit = commit_if_complete(state, at_ns)
     return state, (*sent, *jobs, *commit)
-
-
-def _is_available(state: SchedulerState, lane: Lane) -> bool:
-    """The trainer's own lanes take no work while it commits, saves or restores."""
-    return not lane.helper or isinstance(state.trainer, Free)
 
 
 class _Allocation:
@@ -64,7 +59,7 @@ class _Allocation:
         self._leaves_to_faster = self._rule.leaves_to_faster
         self._jobs: dict[int, Generate | Train] = {}
         self._lanes = [
-            lane for lane in state.lanes if lane.present and lane.calibrated and _is_available(state, lane)
+            lane for lane in state.lanes if lane.present and lane.calibrated and is_available(state, lane)
         ]
         self._free_ns = {lane.index: max(at_ns, lane.ends_ns) if lane.job else at_ns for lane in self._lanes}
 
@@ -95,7 +90,7 @@ class _Allocation:
         if self._rule.pieces and self._rule.strict:  # what is finished first belongs to the first groups
             lanes.sort(key=self._piece_ns)
         for lane in lanes:
-            if lane.index not in self._jobs and _is_available(self._state, lane):
+            if lane.index not in self._jobs and is_available(self._state, lane):
                 self._offer_work(lane)
 
     def _offer_work(self, lane: Lane) -> None:

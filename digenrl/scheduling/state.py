@@ -490,6 +490,11 @@ def _within_budget(terms: Terms, record: RecordedStep) -> RecordedStep:
     return replace(record, stale=tuple(kept))
 
 
+def is_available(state: SchedulerState, lane: Lane) -> bool:
+    """Whether a lane may take work: the trainer's own lanes take none while it commits, saves or restores."""
+    return not lane.helper or isinstance(state.trainer, Free)
+
+
 def issue(state: SchedulerState, at_ns: int, kind: type[AnyJob], *fields: object) -> tuple[SchedulerState, AnyJob]:
     """A new job with the next id."""
     return replace(state, jobs_issued=state.jobs_issued + 1), kind(state.jobs_issued, at_ns, *fields)

@@ -24,6 +24,7 @@ from pathlib import Path
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.logs import configure_logging
 from digenrl.records import Job
+from digenrl.transports.active_clock import ActiveClock
 from digenrl.transports.contract import Gone, Message
 from digenrl.transports.process_setup import TORCH_ENVIRONMENT, log_file, redirect_output
 from digenrl.worker.assignment import Assignment
@@ -31,7 +32,7 @@ from digenrl.worker.assignment import Assignment
 PRELOADED_MODULES = ["digenrl.transports.preloading", "digenrl.worker.worker"]
 LAST_PRELOADED_MODULE = "digenrl.transports.frozen_memory"
 EXIT_TIMEOUT_S = 5.0  # for workers that were asked to exit
-HEARTBEAT_INTERVAL_S = 1.0
+MAX_HEARTBEAT_INTERVAL_S = 1.0
 DRIVER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -65,8 +66,18 @@ class _WorkerProcess:
     process: BaseProcess
     connection: Connection
     lifeline: Connection  # closed when the driver ends, which the worker notices at its other end
-    heartbeat_s: ctypes.c_double  # on the monotonic clock, written by the worker
+    heartbeats: ctypes.c_uint64  # counted by the worker
     heartbeat_timeout_s: float
+    clock: ActiveClock
+    heartbeats_seen: int = 0
+    seen_s: float = 0.0  # when the last heartbeat was seen, on the clock
+
+    def is_unresponsive(self) -> bool:
+        """Whether it has been silent for too long."""
+        now_s, heartbeats = self.clock(), self.heartbeats.value
+        if heartbeats != self.heartbeats_seen:
+            self.heartbeats_seen, self.seen_s = heartbeats, now_s
+        return now_s - self.seen_s > self.heartbeat_timeout_s
 
 
 class ProcessTransport:
@@ -82,10 +93,10 @@ class ProcessTransport:
         self._logs.mkdir(parents=True, exist_ok=True)
         ours, theirs = self._context.Pipe()
         their_lifeline, our_lifeline = self._context.Pipe(duplex=False)
-        heartbeat_s = self._context.RawValue(ctypes.c_double, time.monotonic())
+        heartbeats = self._context.RawValue(ctypes.c_uint64, 0)
         process = self._context.Process(
             target=serve,
-            args=(assignment, theirs, their_lifeline, heartbeat_s, log_file(self._logs, assignment.name)),
+            args=(assignment, theirs, their_lifeline, heartbeats, log_file(self._logs, assignment.name)),
             name=f"digenrl {assignment.name}",
             daemon=True,
         )
@@ -93,7 +104,9 @@ class ProcessTransport:
         theirs.close()
         their_lifeline.close()
         timeout_s = assignment.recipe.lanes.patience_s
-        self._workers[assignment.name] = _WorkerProcess(process, ours, our_lifeline, heartbeat_s, timeout_s)
+        self._workers[assignment.name] = _WorkerProcess(
+            process, ours, our_lifeline, heartbeats, timeout_s, ActiveClock(timeout_s / 4)
+        )
 
     def has_room(self, assignment: Assignment) -> bool:
         return True
@@ -115,12 +128,7 @@ class ProcessTransport:
 
     def _end_unresponsive(self) -> list[Message]:
         """Kills processes that are stopped, or stuck in a state in which none of their threads can run."""
-        now_s = time.monotonic()
-        unresponsive = [
-            name
-            for name, each in self._workers.items()
-            if now_s - each.heartbeat_s.value > each.heartbeat_timeout_s
-        ]
+        unresponsive = [name for name, each in self._workers.items() if each.is_unresponsive()]
         for name in unresponsive:
             self.end(name)
         return [Message(name, None, Gone("gave no sign of life any more and was ended")) for name in unresponsive]
@@ -167,7 +175,7 @@ class ProcessTransport:
 
 
 def serve(
-    assignment: Assignment, connection: Connection, lifeline: Connection, heartbeat_s: ctypes.c_double, log: Path
+    assignment: Assignment, connection: Connection, lifeline: Connection, heartbeats: ctypes.c_uint64, log: Path
 ) -> None:
     """The main function of a worker process."""
     assert assignment.exchange is not None
@@ -176,7 +184,8 @@ def serve(
     redirect_output(log)
     configure_logging(assignment.name, verbose=assignment.recipe.logging.verbose)
     threading.Thread(target=_exit_with_driver, args=(lifeline, assignment.exchange), daemon=True).start()
-    threading.Thread(target=_beat, args=(heartbeat_s,), daemon=True).start()
+    interval_s = min(MAX_HEARTBEAT_INTERVAL_S, assignment.recipe.lanes.patience_s / 4)
+    threading.Thread(target=_beat, args=(heartbeats, interval_s), daemon=True).start()
     _select_cores_and_device(assignment)
     from digenrl.exchange.tensors import TensorExchange
     from digenrl.worker.worker import start_worker  # already loaded by the fork server
@@ -209,10 +218,10 @@ def _rendezvous(assignment: Assignment) -> str:
     return f"file://{assignment.exchange}/ranks-{assignment.epoch}"
 
 
-def _beat(heartbeat_s: ctypes.c_double) -> None:
+def _beat(heartbeats: ctypes.c_uint64, interval_s: float) -> None:
     while True:
-        heartbeat_s.value = time.monotonic()
-        time.sleep(HEARTBEAT_INTERVAL_S)
+        heartbeats.value += 1
+        time.sleep(interval_s)
 
 
 def _exit_with_driver(lifeline: Connection, exchange: Path) -> None:

@@ -272,6 +272,7 @@ class Stages:
         """
         settings = self._blueprint.recipe.evaluation
         assert settings is not None
+        assert self.version == job.chunk.version, f"{job} needs other weights than those of version {self.version}"
         pixels: list[Tensor] = []
         with self.evaluated_weights(), self.held_out_model() as model:
             for start in range(0, len(job.prompts), settings.batch):

@@ -159,9 +159,14 @@ def test_a_colocated_run_saves_itself_when_it_is_asked_to_stop(live: LiveRuns) -
     assert metric(folder, "step") == list(range(done + 1))
 
 
-def test_a_finished_run_goes_on_with_more_steps(live: LiveRuns) -> None:
-    status, folder = live.run("mode=colocated", "steps=2")
+def test_a_run_that_lacks_its_last_evaluation_makes_up_for_it_and_a_finished_one_goes_on(live: LiveRuns) -> None:
+    status, folder = live.run("mode=colocated", "steps=2", evaluation(live, every=2))
     assert status is Status.FINISHED
+    rewards = [line["reward_mean"] for line in lines_of(folder.evaluations)]
+    first, _ = folder.evaluations.read_text().splitlines()
+    folder.evaluations.write_text(first + "\n")  # as if it had been killed before the second
+    assert live.resume(folder.path) is Status.FINISHED
+    assert [line["reward_mean"] for line in lines_of(folder.evaluations)] == rewards
     with pytest.raises(ConfigError, match=r"all 2 steps are done.* steps=4"):
         live.resume(folder.path)
     assert live.resume(folder.path, "steps=3", "mode=local") is Status.FINISHED

@@ -15,8 +15,28 @@ from random_specs import both_contents
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.spec import Spec
 from digenrl.loop import drive
-from digenrl.records import Action, Committed, CostsMeasured, Event, Generate, SendGradients, Tick, Train
-from digenrl.scheduling import SchedulerState, SharedWorkRule, decide
+from digenrl.records import (
+    Action,
+    Calibrate,
+    Calibrated,
+    Commit,
+    Committed,
+    CostsMeasured,
+    Evaluate,
+    Event,
+    Generate,
+    Generated,
+    LaneOffer,
+    Publish,
+    Published,
+    SendGradients,
+    Tick,
+    Train,
+    Trained,
+    WorkerJoined,
+    WorkerLost,
+)
+from digenrl.scheduling import Costs, SchedulerState, SharedWorkRule, Terms, decide, initial_state
 from digenrl.simulation.answer import bound_seconds
 from digenrl.simulation.both_directions import initial_shared_state
 from digenrl.simulation.makespan import predict_makespan, with_best_slice
@@ -194,6 +214,37 @@ def test_measured_training_times_replace_those_of_the_offer() -> None:
     assert state.costs.send_ns == 5
 
 
+def test_a_lane_that_joins_trains_as_its_calibration_says() -> None:
+    initial = initial_scheduler_state(spec_of(TWO_CARDS), search_budget=0)
+    state, (publish, *_) = decide(initial, WorkerJoined(0, LaneOffer("late", 0)))
+    assert isinstance(publish, Publish)
+    state, _ = decide(state, Published(0, publish, publish.lanes))
+    state, jobs = decide(state, Tick(0))
+    (calibrate,) = (job for job in jobs if isinstance(job, Calibrate))
+    offer = LaneOffer("late", 2 * SECOND, train_sample_ns=Fraction(3 * SECOND))
+    state, _ = decide(state, Calibrated(1, calibrate, offer=offer))
+    assert (state.lanes[2].slice_ns, state.lanes[2].train_sample_ns) == (2 * SECOND, 3 * SECOND)
+
+
+def test_the_trainers_lane_samples_no_held_out_prompts_while_it_commits() -> None:
+    """A generator is lost with its chunk. When the commit ends, the trainer has the next version."""
+    terms = Terms(3, 1, 2, 2, assist="both", job_samples=2, evaluate_every=1, evaluation_chunks=1)
+    terms = replace(terms, shared_work=SharedWorkRule(leaves_to_faster=False))
+    generator, helper = (LaneOffer(name, SECOND, train_sample_ns=Fraction(SECOND)) for name in ("card", "trainer"))
+    state = initial_state(terms, Costs(Fraction(SECOND)), [generator], [helper], evaluates=True)
+    state, (chunk, slice_) = decide(state, Tick(0))
+    assert isinstance(chunk, Evaluate) and isinstance(slice_, Generate) and (chunk.lane, slice_.lane) == (0, 1)
+    state, _ = decide(state, Generated(10, slice_, 0))
+    state, (train,) = decide(state, Tick(10))
+    assert isinstance(train, Train) and train.lane == 1
+    state, _ = decide(state, Trained(20, train))
+    state, (commit,) = decide(state, Tick(20))
+    assert isinstance(commit, Commit)
+    state, lost = decide(state, WorkerLost(30, 0))
+    state, jobs = decide(state, Tick(30))
+    assert not lost and not jobs
+
+
 def test_a_generator_that_works_ahead_does_not_hold_up_the_commit() -> None:
     """It has its sums to send, so it takes a slice of the next step only when these are sent."""
     spec = spec_of(SUITE_LIKE, slice=1).with_rules(stale_fraction=1)
@@ -319,6 +370,33 @@ def test_every_schedule_stays_above_its_bound(content: dict[str, Any]) -> None:
     assert answer.bound <= answer.makespan * (1 + 1e-9)
     assert -1e-9 <= answer.generator_idle <= 1
     assert -1e-9 <= answer.trainer_idle <= 1
+
+
+def test_a_larger_stale_share_never_makes_a_run_longer() -> None:
+    """Lanes that would work ahead at the wrong time use only a part of it."""
+    slow, fast = {1: 14, 4: 14.5, 8: 29}, {1: 5, 4: 5, 8: 10}
+    content = {
+        "steps": 4,
+        "prompts": 2,
+        "samples_per_prompt": 8,
+        "slice": "auto",
+        "generators": [
+            {"name": "slow", "count": 3, "seconds": slow, "train_seconds": 4, "switch": 1.4},
+            {"name": "fast", "count": 2, "seconds": fast, "train_seconds": 1.2, "switch": 0.3},
+        ],
+        "trainer": {
+            "seconds_per_sample": 4,
+            "job": 4,
+            "reduce": 2.5,
+            "commit": 0.1,
+            "helper": {"lanes": 1, "seconds": slow, "switch_in": 1.4, "switch_out": 1.4},
+        },
+        "publish": 1.3,
+        "policy": {"assist": "both", "help": "search"},
+    }
+    spec = parse_model(Spec, content)
+    makespans = [predict_makespan(spec.with_rules(stale_fraction=share)) for share in (0, 0.25, 0.5, 0.75, 1)]
+    assert makespans == sorted(makespans, reverse=True) and makespans[-1] < 0.8 * makespans[0]
 
 
 def test_the_bound_of_the_specification() -> None:

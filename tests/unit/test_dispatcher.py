@@ -11,7 +11,7 @@ import pytest
 from fake_workers import FakeRun, fake_recipe, is_slice
 
 from digenrl.config.reading import ConfigError
-from digenrl.driver.supervisor import TrainerLostError, WorkerFailedError
+from digenrl.driver.supervisor import LONGEST_WAIT_S, TrainerLostError, WorkerFailedError
 from digenrl.loop import RunGaveUpError, drive
 from digenrl.records import (
     AbandonEvaluation,
@@ -39,7 +39,7 @@ from digenrl.records import (
 from digenrl.scheduling.invariants import Auditor
 from digenrl.telemetry.recorder import Recorder
 from digenrl.transports.contract import Gone, Message
-from digenrl.worker.assignment import TRAINER
+from digenrl.worker.assignment import TRAINER, Ready
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "all techniques": {"techniques": {"tcss": 0.5}},
@@ -265,6 +265,51 @@ def test_a_slice_that_waits_for_its_prompt_is_dropped_with_its_lost_lane(tmp_pat
     assert Generate not in run.transport.kinds_of_jobs("generator-0")
 
 
+def test_a_score_that_waits_for_its_source_image_is_dropped_with_its_own_worker_only(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, fake_recipe(), prompts=20, edits=True)
+    run.prepare()
+    run.driver.begin()
+    run.driver.submit(generate(lane=0))
+    run.transport.answer("generator-0")
+    run.driver.receive()
+    prompt = run.driver.stores.prompts.row(0, 0).row
+    for lost, issued_again in ((TRAINER, 0), ("reward-0", 1)):
+        run.driver.stores.prompts.forget(prompt)
+        run.driver.submit(Encode(2, 0, 0, (0,)))
+        run.driver.submit(Score(3, 0, Slice(0, 0, 0, 2), 0))
+        run.transport.kill(lost)
+        run.driver.receive()
+        while Score not in run.transport.kinds_of_jobs("reward-0") and run.transport.workers["encoder"].jobs:
+            run.transport.answer("encoder")
+            run.driver.receive()
+        sent = run.transport.kinds_of_jobs("reward-0").count(Score)
+        assert sent == 1 - issued_again, "the scheduler issues again what the lost worker had"
+
+
+def test_a_reserve_that_never_found_room_is_awaited_only_once_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("digenrl.driver.supervisor.LOOK_EVERY_S", 0.0)
+    now = [0.0]
+    recipe = fake_recipe(lanes={"generators": ["cpu"]}, techniques={"tag": "none"})
+    run = FakeRun(tmp_path, recipe, reserve=1, hooks={"monotonic": lambda: now[0]})
+    run.transport.no_room_for = {"generator-1"}
+    run.prepare()
+    run.driver.begin()
+    now[0] = 10 * LONGEST_WAIT_S
+    run.driver.next_event()
+    run.transport.no_room_for = {"generator-0", "generator-1"}
+    run.transport.kill("generator-0")
+    run.driver.receive()
+    now[0] += LONGEST_WAIT_S
+    run.transport.waiting.append(Message("encoder", None, Ready()))
+    run.driver.receive()
+    now[0] += 1
+    run.transport.waiting.append(Message("encoder", None, Ready()))
+    with pytest.raises(WorkerFailedError, match=r"generator-[01] found no room for 601 s"):
+        run.driver.receive()
+
+
 @pytest.mark.parametrize("worker, job", [("reward-0", Score), (TRAINER, SwitchRole), ("encoder", Encode)])
 def test_what_a_lost_worker_held_is_issued_again(worker: str, job: type[Job], tmp_path: Path) -> None:
     for seed in range(4):
@@ -441,7 +486,30 @@ def test_every_due_version_is_evaluated_by_all_generators_and_leaves_nothing(lay
     }
     jobs = run.transport.jobs(Evaluate)
     assert sorted((job.first, len(job.prompts)) for job in jobs if job.chunk.version == 2) == [(0, 4), (4, 3)]
-    assert not any(name.startswith("held-out-") and "prompt" not in name for name in run.exchange.names())
+    assert not left_of_evaluations(run)
+
+
+def left_of_evaluations(run: FakeRun) -> list[str]:
+    return [name for name in run.exchange.names() if name.startswith("held-out-") and "prompt" not in name]
+
+
+def test_held_out_samples_are_scored_again_if_their_reward_lane_is_lost(tmp_path: Path) -> None:
+    run, evaluations = FakeRun(tmp_path, fake_recipe(evaluation=EVALUATION), held_out=7), Evaluations()
+    lost: list[int] = []
+
+    def lose(event: Any, actions: Any, state: Any) -> None:
+        reward = run.transport.workers.get("reward-0")
+        for job in list(reward.jobs.values()) if reward is not None and len(lost) < 3 else ():
+            if isinstance(job, Score) and isinstance(job.piece, HeldOutChunk) and job.piece.version not in lost:
+                lost.append(job.piece.version)
+                run.transport.kill("reward-0")
+
+    driven(run, evaluations, Watch(lose), evaluates=True)
+    assert lost == [0, 1, 2] and not evaluations.abandoned
+    assert {version: sorted(set(chunks)) for version, chunks in evaluations.scored.items()} == {
+        version: [0, 1] for version in range(4)
+    }
+    assert not left_of_evaluations(run)
 
 
 def test_a_failed_evaluation_is_abandoned_and_the_run_continues(tmp_path: Path) -> None:
@@ -455,6 +523,7 @@ def test_a_failed_evaluation_is_abandoned_and_the_run_continues(tmp_path: Path) 
     )
     driven(run, evaluations)
     assert evaluations.abandoned == [2] and set(evaluations.scored) >= {1, 3}
+    assert not left_of_evaluations(run)
     assert_every_group_was_trained_once(run)
 
 

@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.records import Job, JobFailed, Publish, Published, patch_name
+from digenrl.transports.active_clock import ActiveClock
 from digenrl.transports.contract import Gone, InputsLost, Message, Report
 from digenrl.transports.process_setup import TORCH_ENVIRONMENT, log_file
 from digenrl.transports.ray.actors import (
@@ -59,6 +60,7 @@ class RayTransport:
     ) -> None:
         self._cluster, self._logs, self._on_transfer, self._build = cluster, logs, on_transfer, build
         self._heartbeat_timeout_s = recipe.lanes.patience_s
+        self._clock = ActiveClock(recipe.lanes.patience_s / 4)
         self._start_timeout_s = recipe.cluster.start_timeout_s
         self._workers: dict[str, WorkerHandle] = {}
         self._rendezvous: dict[int, Any] = {}  # by the ranks' epoch
@@ -80,7 +82,7 @@ class RayTransport:
         node_id = self._free_resources().reserve(request)
         log = None if self._logs is None else log_file(self._logs, assignment.name)
         actor = _actor_class(request, node_id).remote(assignment, _environment(assignment), log, self._build)
-        worker = WorkerHandle(assignment, actor, request, node_id, time.monotonic(), actor.locate.remote())
+        worker = WorkerHandle(assignment, actor, request, node_id, self._clock(), actor.locate.remote())
         worker.pending[None] = PendingCall(None, actor.build.remote(self._rendezvous_of(assignment, actor)))
         self._workers[assignment.name] = worker
 
@@ -216,7 +218,7 @@ class RayTransport:
 
     def _check_alive(self, worker: WorkerHandle, arrived: set[Any]) -> Gone | None:
         """Why a worker is gone: it is dead, does not respond, or found no room. None if it is not gone."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         try:
             worker.update(arrived, now_s)
         except ACTOR_DIED as error:

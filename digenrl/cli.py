@@ -37,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-reward_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Rewards outside of training.")
+reward_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Serve rewards to training runs.")
 app.add_typer(reward_app, name="reward")
 PROFILE = Path("profile.yaml")
 CLUSTER = Path("cluster.yaml")
@@ -100,7 +100,7 @@ def simulate_command(
     elif profile is not None and not ladder:
         predict_device(profile, files, as_json)
     else:
-        raise ConfigError("simulate: give a SPEC, as 'digenrl simulate spec.yaml', or --profile PROFILE alone")
+        raise ConfigError("simulate: give a SPEC: 'digenrl simulate spec.yaml', or --profile PROFILE alone")
 
 
 @app.command("plan")
@@ -246,11 +246,15 @@ def train_command(
             raise ConfigError("--out: a run is resumed in its own folder; leave it out")
         if plan_file is not None:
             raise ConfigError("--plan: a run is resumed with its own plan; give changes as key=value")
+        if recipe is not None and "=" not in recipe:
+            raise ConfigError(
+                f"{recipe}: a run is resumed with its own recipe, {resume}/config.yaml; leave it out"
+            )
         status = resume_run(resume, _words(recipe, overrides), out, as_json, restart)
     elif restart:
         raise ConfigError("--restart: starts an existing run over; name it with --resume RUN")
     elif recipe is None:
-        raise ConfigError("train: give a recipe, as 'digenrl train demo', or --resume RUN")
+        raise ConfigError("train: give a recipe: 'digenrl train demo', or --resume RUN")
     else:
         changes = overrides if plan_file is None else with_plan(recipe, overrides, plan_file)
         status = start_run(recipe, changes, out_folder, out, as_json)
@@ -345,13 +349,15 @@ def prompts_command(
 
     if name is None:
         if out_file is not None:
-            raise ConfigError("--out: give the name of a prompt set, as 'digenrl prompts ocr_signs --out FILE'")
+            raise ConfigError("--out: give the name of a prompt set: 'digenrl prompts ocr_signs --out FILE'")
         if as_json:
             typer.echo(json.dumps(command.sets_as_json()))
         else:
             out.print(command.sets_table())
         return
     if out_file is not None:
+        if as_json:
+            raise ConfigError("--json: prints the prompts, but --out writes them to a file; leave one of them out")
         command.check_file(out_file, force)
         command.write_prompts(command.draw_prompts(name, split, count, seed), out_file)
         print_written(out_file)

@@ -34,7 +34,7 @@ def _numbers(only: str | None) -> tuple[int, ...] | None:
     try:
         return () if only == "none" else tuple(int(word) for word in only.split(","))
     except ValueError:
-        raise ConfigError(f"--only: expected numbers of faults, as 0,3, or none; got '{only}'") from None
+        raise ConfigError(f"--only: expected numbers of faults, such as 0,3, or none; got '{only}'") from None
 
 
 def run_chaos(campaign: Campaign, as_json: bool) -> None:

@@ -60,7 +60,7 @@ def read_request(words: list[str], model: str | None) -> Recipe | Workload:
         return workload_for(model, **_key_values(words))
     if not words or "=" in words[0]:
         raise ConfigError(
-            "plan: give a recipe, as 'digenrl plan sd3_flow_grpo --cluster cluster.yaml', or --model FAMILY"
+            "plan: give a recipe: 'digenrl plan sd3_flow_grpo --cluster cluster.yaml', or --model FAMILY"
         )
     return read_recipe(words[0], words[1:], without_prompts=True)
 
@@ -211,7 +211,7 @@ def _key_values(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals:
-            raise ConfigError(f"'{pair}': expected KEY=VALUE, as prompts=8; keys: {', '.join(WORKLOAD_KEYS)}")
+            raise ConfigError(f"'{pair}': expected KEY=VALUE, such as prompts=8; keys: {', '.join(WORKLOAD_KEYS)}")
         if key not in WORKLOAD_KEYS:
             raise ConfigError(f"'{pair}': unknown key '{key}'; {nearest(key, WORKLOAD_KEYS)}")
         try:

@@ -177,7 +177,7 @@ def _requested_prompts(recipe: Recipe, request: SampleRequest) -> _Prompts:
         if not all(text.strip() for text in request.prompts):
             raise ConfigError("--prompt: an empty text; describe the sample")
         images = tuple(request.images)
-        given = [Prompt(at, text, images=images, where="--prompt") for at, text in enumerate(request.prompts)]
+        given = [Prompt(at, text, images=images, where="--image") for at, text in enumerate(request.prompts)]
         return _repeated(given, request.count or len(given))
     prompts = read_prompts(evaluation.prompts)[: evaluation.count]
     count = request.count or min(len(prompts), evaluation.shown)

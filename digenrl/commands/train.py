@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import fingerprint, read_recipe
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.console.live_view import Clocks, RunTitle, RunView, choose_view
 from digenrl.driver.supervisor import TrainerLostError, WorkerFailedError
 from digenrl.loop import RunGaveUpError
@@ -81,8 +83,9 @@ def resume_run(
     recipe = read_recipe(str(folder.config), overrides)
     if fingerprint(recipe) != fingerprint(folder.recipe):
         raise ConfigError(
-            f"{' '.join(overrides)}: would change what the run computes; a resumed run may change steps, lanes, "
-            "logging, checkpoint, evaluation and techniques other than tcss"
+            f"{' '.join(overrides)}: would change what the run computes; a resumed run may change steps, mode, "
+            "lanes, cluster, logging, checkpoint, evaluation, techniques other than tcss, and what affects only "
+            "rounding, such as training.pack_size"
         )
     with folder.locked():  # a process that is training here keeps its recipe
         if restart:
@@ -91,19 +94,24 @@ def resume_run(
         if resume_point is None:
             _check_may_start_over(folder, restart, tell)
         else:
+            _check_something_is_left(folder, recipe, resume_point)
             tell(_where_it_resumes(folder, resume_point))
             resume_point = mend_logs(folder, resume_point, tell)
-        done = 0 if resume_point is None else resume_point.position.step
-        if done == recipe.steps and evaluation_is_due(folder, recipe, done):
-            tell(f"all {done} steps are done; what is left is the last evaluation")
-        elif done >= recipe.steps:
-            raise ConfigError(
-                f"{path}: all {recipe.steps} steps are done; to continue, set more, as steps={recipe.steps * 2}"
-            )
         backend = check_recipe(recipe if resume_point is None else recipe.from_checkpoint())
         folder.write_recipe(recipe)
     with closing(backend):
         return _train_and_report(folder, backend, console, as_json, resume_point)
+
+
+def _check_something_is_left(folder: RunFolder, recipe: Recipe, resume_point: ResumePoint) -> None:
+    """Raises ConfigError if all steps are done, and the evaluation of the last one, too."""
+    done = resume_point.position.step
+    only_evaluates = done == recipe.steps and evaluation_is_due(folder, recipe, done)
+    if done >= recipe.steps and not only_evaluates:
+        raise ConfigError(
+            f"{folder.path}: all {recipe.steps} steps are done; to continue, set more, such as "
+            f"steps={recipe.steps * 2}"
+        )
 
 
 def _set_checkpoints_aside(folder: RunFolder, tell: Callable[[str], None]) -> None:
@@ -150,7 +158,7 @@ def _train_and_report(
     report = write_report(read_run(folder.path))
     if not as_json:
         if status is Status.INTERRUPTED:
-            console.print(f"interrupted; resume with: digenrl train --resume {folder.path}", soft_wrap=True)
+            console.print(f"interrupted; resume with: {_resume_command(folder)}", soft_wrap=True)
         console.print(f"report: {report}", soft_wrap=True)
     return status
 
@@ -188,4 +196,8 @@ def _how_to_resume(folder: RunFolder) -> str:
         return f"\n{error}"
     if resume_point is None:
         return ""
-    return f"\n{resume_point.checkpoint} is complete; resume with: digenrl train --resume {folder.path}"
+    return f"\n{resume_point.checkpoint} is complete; resume with: {_resume_command(folder)}"
+
+
+def _resume_command(folder: RunFolder) -> str:
+    return shlex.join(("digenrl", "train", "--resume", str(folder.path)))

@@ -100,7 +100,7 @@ def _append_reward(text: Text, progress: Progress, size: TerminalSize) -> None:
     text.append(number(progress.rewards[-1]), _STRONG)
     if progress.best_reward is not None:
         best, step = progress.best_reward
-        text.append(f"   best {number(best)} in step {step}", _FAINT)
+        text.append(f"   best {number(best)} in step {step + 1}", _FAINT)
     text.append(f"   {sparkline(progress.rewards, size.ascii_only)}\n", _STYLES[Work.TRAIN])
 
 

@@ -139,7 +139,8 @@ class PlainView(_LineView):
 
     def evaluation(self, evaluation: EvaluationRecord) -> None:
         values = [f"{name} {number(value)}" for name, value in evaluation.values.items()]
-        self._print(f"evaluation after {evaluation.steps_done} steps: {', '.join(values)}")
+        steps = "1 step" if evaluation.steps_done == 1 else f"{evaluation.steps_done} steps"
+        self._print(f"evaluation after {steps}: {', '.join(values)}")
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

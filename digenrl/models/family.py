@@ -338,15 +338,15 @@ class Family:
         with building_on(torch.float32, "meta"):
             return self.model_class(pipeline_without(self.pipeline_class, vae=vae.build(), **settings))
 
-    def vae_of(self, source: str | Path | ModelSource) -> Component:
-        """The VAE of a local pipeline, as far as it can be read, or of the published pipeline of this hub id."""
+    def vae_of(self, source: str | Path | ModelSource) -> Component | None:
+        """The VAE of a local pipeline, or of the published pipeline of this hub id; None if it is not known."""
         pipeline = self.with_base(source).pipeline
         config = Path(pipeline.location, pipeline.within, "vae", "config.json")
         if config.is_file():
             settings = json.loads(config.read_text(encoding="utf-8"))
             return replace(self.vae, arguments={k: v for k, v in settings.items() if not k.startswith("_")})
-        own = (size.vae for size in self.sizes.values() if size.hub_id == pipeline.location)
-        return next(own, None) or self.vae
+        known = (size.vae or self.vae for size in self.sizes.values() if size.hub_id == pipeline.location)
+        return next(known, None)
 
     def random_conditioning(
         self,

@@ -115,7 +115,8 @@ def _content(image: ImageSource, where: str) -> bytes:
 def _unreadable(image: ImageSource, where: str, error: Exception) -> ConfigError:
     named = f"the image {image}" if isinstance(image, Path) else f"an image of {len(image)} bytes"
     if isinstance(error, FileNotFoundError):
-        return ConfigError(f"{where}: {named} does not exist; paths are relative to the file of the prompts")
+        relative = "" if where.startswith("--") else "; paths are relative to the file of the prompts"
+        return ConfigError(f"{where}: {named} does not exist{relative}")
     if isinstance(error, UnidentifiedImageError):
         return ConfigError(f"{where}: {named} is not an image that Pillow can read, such as PNG or JPEG")
     return ConfigError(f"{where}: {named} cannot be read: {one_line(error)}")

@@ -55,6 +55,8 @@ def _from_prompt_set(settings: PromptSettings) -> tuple[Prompt, ...]:
 
 
 def _from_file(path: Path, settings: PromptSettings) -> tuple[Prompt, ...]:
+    if path.is_dir():
+        raise ConfigError(f"{path}: is a folder; expected a file with prompts as .txt, .jsonl or .parquet")
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected prompts as .txt, .jsonl or .parquet")
     readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".parquet": _from_parquet}
@@ -107,7 +109,9 @@ def _from_parquet(path: Path, settings: PromptSettings) -> Iterator[Prompt]:
 def _from_record(index: int, record: dict[str, Any], settings: PromptSettings, where: str) -> Prompt:
     column = settings.column
     if column not in record:
-        raise ConfigError(f"{where}: no '{column}'; known: {', '.join(record) or 'nothing'}; set `column`")
+        raise ConfigError(
+            f"{where}: no '{column}'; known: {', '.join(record) or 'nothing'}; set prompts.column to one of them"
+        )
     text = record[column]
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(f"{where}: '{column}' must be a non-empty string, got {repr(text)[:60]}")
@@ -169,7 +173,7 @@ def _lines(path: Path) -> Iterator[str]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}:{line}: not UTF-8 text; save the file as UTF-8") from None
-    for number, line_text in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
+    for number, line_text in enumerate(text.rstrip("\r\n").split("\n") if text.strip("\r\n") else [], start=1):
         line_text = line_text.removesuffix("\r")
         if not line_text.strip():
             raise ConfigError(f"{path}:{number}: an empty line; every line is a prompt, remove it")

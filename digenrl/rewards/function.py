@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -72,7 +73,10 @@ def build(settings: FunctionSettings) -> Reward:
 
 
 def import_target(settings: FunctionSettings) -> Callable[..., Any]:
-    """The function, or the subclass of `Reward`; raises ConfigError if it does not exist or is something else."""
+    """The function, or the subclass of `Reward`.
+
+    Raises ConfigError if it does not exist, is something else, or does not take the settings' arguments.
+    """
     target: Any = import_object(settings.target, what="reward", kind="function or class")
     if isinstance(target, type) and not issubclass(target, Reward):
         raise ConfigError(
@@ -82,4 +86,20 @@ def import_target(settings: FunctionSettings) -> Callable[..., Any]:
     if not callable(target):
         raise ConfigError(f"reward '{settings.target}': expected a function or class, got {target!r}")
     found: Callable[..., Any] = target
+    _check_arguments(found, settings)
     return found
+
+
+def _check_arguments(target: Callable[..., Any], settings: FunctionSettings) -> None:
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # of a function in C
+        return
+    given = ("label",) if isinstance(target, type) else ("pixels", "prompts", "metadata")
+    try:
+        signature.bind(*given, **settings.arguments)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward '{settings.target}': {error}; it is called with {', '.join(given)} and its `arguments` "
+            f"({', '.join(settings.arguments) or 'none'}), and takes {signature}"
+        ) from None

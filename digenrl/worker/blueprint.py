@@ -27,11 +27,12 @@ from digenrl.models.adapters.lora import Targets, add_lora, check_targets, targe
 from digenrl.models.adapters.lora_start import check_start, read_lora, start_from
 from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
 from digenrl.models.experts import Experts
-from digenrl.models.family import Family
+from digenrl.models.family import Component, Family
 from digenrl.models.loading.base_weights import files_fingerprint
 from digenrl.models.loading.offloaded_text_encoder import OffloadedTextEncoder
 from digenrl.models.loading.parked import ParkedModel
 from digenrl.models.loading.random_text_encoder import RandomTextEncoder
+from digenrl.models.loading.single_file import COMPONENT
 from digenrl.models.loading.sources import ModelSource, check_class, check_source, weight_files
 from digenrl.models.loading.staged_loading import load_stage
 from digenrl.models.parallel.context_parallel import attention_heads, check_ranks, divide_tokens
@@ -151,6 +152,17 @@ def check_sizes(blueprint: Blueprint, model: DiffusionModel) -> None:
     for key, size in (("sample", blueprint.size), ("evaluation", blueprint.held_out_size)):
         with errors_about(key):
             model.noise_shape(size)
+
+
+def check_sizes_without_weights(blueprint: Blueprint) -> None:
+    """`check_sizes` before the model is loaded, if its VAE is known; a UNet is needed as well."""
+    recipe, family = blueprint.recipe, blueprint.family
+    if recipe.model.random:
+        vae: Component | None = family.full_size(recipe.model.random_size).vae or family.vae
+    else:
+        vae = family.vae_of(source_of(recipe))
+    if vae is not None and family.denoiser == COMPONENT:
+        check_sizes(blueprint, family.model_of_shapes(vae))
 
 
 def batch_shape(recipe: Recipe) -> BatchShape:

@@ -248,6 +248,9 @@ def test_a_plan_for_other_work_and_a_file_that_is_not_a_plan_are_refused_before_
     train = ("train", "demo", "--plan", "plan.yaml")
     assert "prompts = 8" in complaint(digenrl(*train, "batch.prompts=4", cwd=tmp_path))
     assert "--plan: " in complaint(digenrl("train", "--resume", "run", "--plan", "plan.yaml", cwd=tmp_path))
+    assert "demo: a run is resumed with its own" in complaint(
+        digenrl("train", "demo", "--resume", "r", cwd=tmp_path)
+    )
     planned["overlay"]["lanes"] = {"rank": 2}
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(planned["overlay"]))
     line = complaint(digenrl(*train, cwd=tmp_path))

@@ -64,6 +64,7 @@ def folder(tmp_path: Path) -> Path:
             "evaluation.width=40",
             r"evaluation: .*multiples of 16, got 512 x 40",
         ),
+        ("sd3_one_gpu", "cats.txt", "sample.width=500", r"sample: .*multiples of 16, got 512 x 500"),
         ("flux_kontext_one_gpu", "one.jsonl", "sample.source_size=fit", r"sample\.source_size.*'crop' or 'area'"),
     ],
 )

@@ -198,6 +198,7 @@ def test_the_command_lists_prints_and_writes(tmp_path: Path) -> None:
         (["scenes", "--split", "test"], "--split: .*'held_out', got 'test'"),
         (["scenes", "--out", "p.csv"], r"--out: .*'\.csv'.*\.txt, \.jsonl"),
         (["--out", "p.txt"], "--out: give the name of a prompt set"),
+        (["scenes", "--json", "--out", "p.jsonl"], "--json: prints the prompts, but --out"),
     ],
 )
 def test_a_wrong_request_is_one_line(arguments: list[str], message: str) -> None:

@@ -38,7 +38,9 @@ def step_of(sampler: PromptSampler, step: int) -> list[Prompt]:
 def test_text_lines_are_kept_exactly(tmp_path: Path) -> None:
     content = "a cat\n# not a comment\n  spaces kept \nun chat\u2028noir\r\nlast"
     texts = ["a cat", "# not a comment", "  spaces kept ", "un chat\u2028noir", "last"]
-    assert read(written(tmp_path, "p.txt", content)) == tuple(Prompt(at, text) for at, text in enumerate(texts))
+    for end in ("", "\n", "\n\n\r\n"):
+        found = read(written(tmp_path, "p.txt", content + end))
+        assert found == tuple(Prompt(at, text) for at, text in enumerate(texts))
 
 
 def test_a_byte_order_mark_is_not_part_of_a_prompt(tmp_path: Path) -> None:
@@ -78,7 +80,7 @@ def test_parquet_rows_carry_metadata(tmp_path: Path) -> None:
             '{"prompt": "a"}\n["b"]\n',
             'p.jsonl:2: expected an object such as {"prompt": "a cat"}, got ["b"]',
         ),
-        ("p.jsonl", '{"text": "a"}\n', "p.jsonl:1: no 'prompt'; known: text; set `column`"),
+        ("p.jsonl", '{"text": "a"}\n', "p.jsonl:1: no 'prompt'; known: text; set prompts.column"),
         (
             "p.jsonl",
             '{"prompt": "a"}\n{"prompt": 3}\n',

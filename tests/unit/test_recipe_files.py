@@ -414,3 +414,11 @@ def test_a_recipe_cannot_read_the_environment(recipe_file: Path, value: str) -> 
     message = complaint(recipe_file, f"model.source='{value}'")
     assert "is not allowed" in message and os.environ["HOME"] not in message
     assert "not listed" in complaint(recipe_file, "model.token=env:AWS_SECRET_ACCESS_KEY")
+
+
+def test_another_algorithm_beside_the_options_of_the_old_one_is_explained() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^algorithm\.name=diffusion_nft: .*'algorithm=\{name: diffusion_nft\}'"
+    ):
+        read_recipe("demo", ["algorithm.name=diffusion_nft"])
+    assert read_recipe("demo", ["algorithm={name: diffusion_nft}"]).algorithm.name == "diffusion_nft"

@@ -117,6 +117,10 @@ def test_a_users_function_gets_pixels_prompts_metadata_and_its_arguments(
     )
     assert reward.label == "longer"
     assert reward.score(PIXELS, ["a", "bb", "ccc"], [{}, {"extra": 10}, {}]).values == (1.5, 12.5, 3.5)
+    with pytest.raises(
+        ConfigError, match=r"users_own:longer.*'bonuss'.*takes \(pixels, prompts, metadata, bonus\)"
+    ):
+        build_reward(parse_reward({"name": "users_own:longer", "arguments": {"bonus": 1, "bonuss": 2}}))
     with pytest.raises(ConfigError, match=r"'longr'.*'longer'"):
         build_reward(parse_reward("users_own:longr"))
     with pytest.raises(ConfigError, match=r"'nowhere_to_be_found'.*python_path"):

@@ -88,7 +88,7 @@ def test_the_dashboard_shows_progress_rewards_and_speed() -> None:
     assert lines[0] == "demo  runs/demo-1"
     assert lines[1].startswith("steps     3 of 100  [█")
     assert lines[1].endswith("] 3 %   1 min 15 s, 3 min 14 s left")
-    assert lines[2] == "reward    0.6000   best 0.7000 in step 1   ▁█▇"
+    assert lines[2] == "reward    0.6000   best 0.7000 in step 2   ▁█▇"
     held_out = "held-out  0.5000   after 3 steps   first 0.2500   best 0.5000   ocr.exact 0.1250"
     assert lines[3] == held_out
     assert lines[4] == "speed     2.0 s per step (predicted 1.9 s)   48 samples/s   25 % stale"
@@ -266,7 +266,7 @@ def test_a_resumed_run_shows_its_history() -> None:
     )
     with view:
         pass
-    assert "best 0.9000 in step 0" in console.text()
+    assert "best 0.9000 in step 1" in console.text()
     assert "1 of 4" in console.text()
     assert "0.1250" in console.text()
 

@@ -8,11 +8,10 @@ from typing import Annotated
 import typer
 
 from digenrl.config.limits import DRAWN_PROMPTS
-from digenrl.planning.facts.workload import WORKLOAD_KEYS
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Override settings of the recipe, as training.lora.rank=8."),
+    typer.Argument(metavar="KEY=VALUE", help="Override settings of the recipe, e.g. training.lora.rank=8."),
 ]
 RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="The recipe: a YAML file, or the name of a shipped recipe.")
@@ -21,7 +20,7 @@ OptionalRecipe = Annotated[
     str | None,
     typer.Argument(metavar="RECIPE", help="The recipe: a YAML file, or the name of a shipped recipe."),
 ]
-RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, as runs/demo-1.")]
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, e.g. runs/demo-1.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]
 
@@ -50,12 +49,14 @@ ChaosSeeds = Annotated[
 FirstSeed = Annotated[int, typer.Option("--first-seed", min=0, help="With --chaos: the first seed.")]
 FaultKinds = Annotated[
     str | None,
-    typer.Option("--faults", metavar="KINDS", help="With --chaos: only these kinds of faults, as crash,slow."),
+    typer.Option("--faults", metavar="KINDS", help="With --chaos: only these kinds of faults, e.g. crash,slow."),
 ]
 LargeWorlds = Annotated[bool, typer.Option("--large", help="With --chaos: 64 lanes and 512 samples per step.")]
 OnlyFaults = Annotated[
     str | None,
-    typer.Option("--only", metavar="NUMBERS", help="With --chaos: only these faults of a seed, as 0,3, or none."),
+    typer.Option(
+        "--only", metavar="NUMBERS", help="With --chaos: only these faults of a seed, e.g. 0,3, or none."
+    ),
 ]
 SearchBudget = Annotated[int, typer.Option(min=1, help="The number of nodes that one help decision may search.")]
 
@@ -65,12 +66,12 @@ PlanOverrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help=f"Override settings of the recipe, as batch.prompts=8; with --model: {', '.join(WORKLOAD_KEYS)}.",
+        help="Override settings of the recipe, e.g. batch.prompts=8; with --model, e.g. frames=33.",
     ),
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option(help="Instead of a recipe: a model with its published settings, as flux.1 or wan2.1-14b."),
+    typer.Option(help="Instead of a recipe: a model with its published settings, e.g. flux.1 or wan2.1-14b."),
 ]
 PlanFile = Annotated[
     Path | None,
@@ -95,7 +96,7 @@ ProposedClusterFile = Annotated[
     Path, typer.Option("--out", metavar="FILE", help="Write the proposed cluster file here.")
 ]
 ClusterAddress = Annotated[
-    str, typer.Option(help="The Ray cluster, as 10.0.0.1:6379; auto: that of this machine.")
+    str, typer.Option(help="The Ray cluster, e.g. 10.0.0.1:6379; auto: that of this machine.")
 ]
 
 
@@ -137,7 +138,7 @@ CheckpointName = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="A checkpoint, as step_000020, or 'before': the untrained model. By default the newest.",
+        help="A checkpoint, e.g. step_000020, or 'before': the untrained model. By default the newest.",
     ),
 ]
 PromptTexts = Annotated[list[str] | None, typer.Option(metavar="TEXT", help="A prompt; may be repeated.")]
@@ -164,7 +165,7 @@ ExportFormat = Annotated[
 ]
 ExportedCheckpoint = Annotated[
     str | None,
-    typer.Option("--checkpoint", metavar="NAME", help="A checkpoint, as step_000020. By default the newest."),
+    typer.Option("--checkpoint", metavar="NAME", help="A checkpoint, e.g. step_000020. By default the newest."),
 ]
 ExportFolder = Annotated[
     Path | None,
@@ -173,7 +174,7 @@ ExportFolder = Annotated[
 
 # prompts
 PromptSetName = Annotated[
-    str | None, typer.Argument(metavar="NAME", help="A prompt set, as ocr_signs; without it, all are listed.")
+    str | None, typer.Argument(metavar="NAME", help="A prompt set, e.g. ocr_signs; without it, all are listed.")
 ]
 PromptCount = Annotated[
     int | None,
@@ -191,7 +192,7 @@ PromptOutput = Annotated[
 ]
 
 # make-tiny
-FamilyName = Annotated[str, typer.Argument(help="The model family, as sd3 or wan.")]
+FamilyName = Annotated[str, typer.Argument(metavar="FAMILY", help="The model family, e.g. sd3 or wan.")]
 PipelineFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the pipeline.")]
 WeightsSeed = Annotated[int, typer.Option(min=0, help="The seed of the random weights.")]
 
@@ -214,7 +215,8 @@ EnvironmentFolder = Annotated[
     typer.Option("--env", metavar="DIR", help="Serve in this virtual environment; build it if it is not there."),
 ]
 InheritPackages = Annotated[
-    bool, typer.Option("--inherit", help="Build it on top of this one; install only what is missing here.")
+    bool,
+    typer.Option("--inherit", help="Build it on top of the current environment; install only what is missing."),
 ]
 RebuildEnvironment = Annotated[bool, typer.Option("--rebuild", help="Build the environment again.")]
 TokenVariable = Annotated[

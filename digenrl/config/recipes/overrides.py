@@ -70,6 +70,10 @@ def blame(error: ConfigError, overrides: Sequence[Override], otherwise: str) -> 
         inside = where.startswith(f"{override.key}.")
         if inside or (where in OPEN_KEYS and override.key.startswith(f"{where}.")):
             return ConfigError(f"{override.text}: {error}", error.where)
+        if override.key == "algorithm.name" and where.startswith("algorithm.options."):
+            without = f"algorithm={{name: {override.value}}}"
+            why = f"the recipe's options are those of another algorithm; to leave them out, write '{without}'"
+            return ConfigError(f"{override.text}: {error}; {why}", error.where)
     return ConfigError(f"{otherwise}: {error}", error.where)
 
 

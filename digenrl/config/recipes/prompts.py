@@ -50,7 +50,7 @@ class PromptSettings(Frozen):
     def _is_a_prompt_set(cls, name: str | None) -> str | None:
         if name is not None and name not in PROMPT_SETS:
             known = nearest(name, list(PROMPT_SETS))
-            raise ValueError(f"unknown prompt set '{name}'; {known}; for a file of prompts, set path")
+            raise ValueError(f"unknown prompt set '{name}'; {known}")
         return name
 
     @model_validator(mode="after")

@@ -611,7 +611,7 @@ class Recipe(Frozen):
             raise _conflict("techniques.assist", f"{why}; set it to 1 and add the other cards to lanes.generators")
         several_updates = self.algorithm.options.get("updates_per_batch", 1) != 1
         if self.topology.uses_ray and self.training.lora is None and several_updates:
-            why = "both in mode ray, where all weights are too large to be sent after every update of a batch"
+            why = "both, but in mode ray the gradients of all weights are too large to be sent after every update"
             raise _conflict("techniques.assist", f"{why}; train adapters (training.lora), or set it to trainer")
 
     @property

@@ -139,7 +139,8 @@ def _shared_training(recipe: Recipe, ranks: int | None) -> tuple[int | None, str
     try:
         return parse_model(Recipe, content).job_samples, ""
     except ConfigError as error:
-        return None, str(error).removeprefix("techniques.assist: ").removeprefix("both, but ")
+        why = str(error).removeprefix("techniques.assist: ").removeprefix("both, but ")
+        return None, why.removesuffix(", or set it to trainer")
 
 
 def catalogue_model(recipe: Recipe) -> CatalogueModel | None:

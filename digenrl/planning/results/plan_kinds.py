@@ -39,6 +39,8 @@ def why_it_lost(plan: Plan, best: Plan, objective: Objective = "throughput") -> 
         return f"{-behind:.1%} {_better(objective)}: {_why_better(plan, best)}"
     if objective == "cost":
         return f"{behind:.1%} more expensive: {_cause(plan, best)}"
+    if behind < SMALL and not plan.usd_per_1000_samples + best.usd_per_1000_samples:
+        return "as fast"
     if behind < SMALL:
         return f"as fast, at {_price(plan)} per 1,000 samples against {_price(best)}"
     return f"{behind:.1%} slower: {_cause(plan, best)}"
@@ -74,7 +76,10 @@ def _colocated_words(colocated: Plan, best: Plan, objective: Objective) -> str:
         worse = "more expensive" if objective == "cost" else "slower"
         return f"Colocated cards are {ahead:.1%} {worse}: {_why_worse(colocated, best)}."
     would = f"{_advantage(colocated, best, objective):.1%} {_better(objective)}"
-    return f"Colocated cards would be {would}, but a run on several cards does not take turns."
+    return (
+        f"Colocated cards would be {would}, but DigenRL has no mode in which several cards change together from "
+        "generating to training."
+    )
 
 
 def _advantage(better: Plan, worse: Plan, objective: Objective) -> float:
@@ -185,7 +190,13 @@ def _cause(plan: Plan, best: Plan) -> str:
             f"generation sets its pace, {plan.step_generating_s:.1f} s a step against "
             f"{best.step_generating_s:.1f} s; its trainer is busy {plan.trainer_busy:.0%} of the time"
         )
+    reached, best_reached = f"{plan.efficiency:.0%}", f"{best.efficiency:.0%}"
+    if reached == best_reached:
+        return (
+            f"its cards could do {plan.samples_per_second / plan.efficiency:.3g} samples per s at most, those of "
+            f"the best plan {best.samples_per_second / best.efficiency:.3g}"
+        )
     return (
-        f"more time is lost between generation and training: it reaches {plan.efficiency:.0%} of its fluid limit, "
-        f"the best plan {best.efficiency:.0%}"
+        f"more time is lost between generation and training: it reaches {reached} of its fluid limit, the best "
+        f"plan {best_reached}"
     )

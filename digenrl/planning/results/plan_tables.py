@@ -18,10 +18,19 @@ def plans_table(plans: Sequence[Plan], colocated: Plan | None = None) -> Table:
     table = Table(title="Plans, best first", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 1, 0))
     table.add_column("")
     table.add_column("plan", ratio=1)
-    for heading in ("samples\nper s", "s per\nstep", "gen.\nbusy", "train.\nbusy", "$ per\n1,000"):
-        table.add_column(heading, justify="right", no_wrap=True)
     rows = [(str(rank), plan) for rank, plan in enumerate(plans, start=1)]
-    for rank, plan in rows + ([] if colocated is None else [("-", colocated)]):
+    rows += [] if colocated is None else [("-", colocated)]
+    priced = any(plan.usd_per_1000_samples for _, plan in rows)
+    headings = (
+        "samples\nper s",
+        "s per\nstep",
+        "gen.\nbusy",
+        "train.\nbusy",
+        *(["$ per\n1,000"] if priced else []),
+    )
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for rank, plan in rows:
         title = f"{plan.kind}: {plan.layout.split}"
         table.add_row(
             rank,
@@ -30,7 +39,7 @@ def plans_table(plans: Sequence[Plan], colocated: Plan | None = None) -> Table:
             rate_words(plan.step_s),
             f"{plan.generator_busy:.0%}",
             f"{plan.trainer_busy:.0%}",
-            f"{plan.usd_per_1000_samples:.2f}",
+            *([f"{plan.usd_per_1000_samples:.2f}"] if priced else []),
         )
     return table
 

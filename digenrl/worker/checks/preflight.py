@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 from digenrl.config.reading import ConfigError
@@ -66,6 +67,7 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
             check_base,
             check_cards_per_sample,
             check_hub_model,
+            check_sizes_without_weights,
             read_blueprint,
         )
         from digenrl.worker.checks.distilled import distilled_warnings
@@ -76,6 +78,7 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
         missing = f"training needs the package '{error.name}', which is not installed"
         raise ConfigError(f"{missing}; install digenrl[train]") from None
     blueprint = read_blueprint(recipe)
+    check_sizes_without_weights(blueprint)
     check_sources(blueprint)
     for settings in (*recipe.rewards, *recipe.held_out_rewards):
         if isinstance(settings, FunctionSettings) and not settings.isolated:
@@ -102,7 +105,10 @@ def _log(warnings: Sequence[str]) -> None:
 
 
 def _report(recipe: Recipe, connection: Connection) -> None:
+    report: tuple[str | None, list[str], int]
     try:
-        connection.send((None, *_checked(recipe)))
+        report = (None, *_checked(recipe))
     except ConfigError as error:
-        connection.send((str(error), [], 0))
+        report = (str(error), [], 0)
+    with suppress(BrokenPipeError):  # the command was interrupted
+        connection.send(report)

@@ -10,20 +10,14 @@ from digenrl.models.family import Family
 from digenrl.models.registry import FAMILIES
 from digenrl.prompts.source_images import check_images
 from digenrl.prompts.sources import Prompt, read_prompts
-from digenrl.worker.blueprint import Blueprint, check_sizes, source_of
+from digenrl.worker.blueprint import Blueprint
 
 IN_FILES = "add a column `image` with their paths to a .jsonl or .parquet file"
 
 
 def check_sources(blueprint: Blueprint) -> None:
-    """Raises ConfigError if prompts lack source images, have too many, or have some that cannot be read.
-
-    Of a family that takes source images, the sizes of samples are checked as well.
-    """
+    """Raises ConfigError if prompts lack source images, have too many, or have some that cannot be read."""
     recipe, family, evaluation = blueprint.recipe, blueprint.family, blueprint.recipe.evaluation
-    if family.sources.most:
-        random = family.full_size(recipe.model.random_size).vae or family.vae if recipe.model.random else None
-        check_sizes(blueprint, family.model_of_shapes(random or family.vae_of(source_of(recipe))))
     settings: list[PromptSettings] = [recipe.prompts]
     if evaluation is not None:
         settings.append(evaluation.prompts)

@@ -25,7 +25,7 @@ class FaultKind:
 KINDS: dict[str, FaultKind] = {
     "crash": FaultKind("a worker dies with its jobs", "any"),
     "trainer_crash": FaultKind("the trainer dies while it trains or saves, or soon after", "trainer", 0, 2.5),
-    "hang": FaultKind("a worker stops without a word, and is killed after its patience", "any"),
+    "hang": FaultKind("a worker stops responding, and is killed after `lanes.patience_s`", "any"),
     "slow": FaultKind("a worker needs several times as long", "any", 3, 10),
     "late": FaultKind("a result arrives seconds after it was sent", "any", 1, 40),
     "doubled": FaultKind("a result arrives twice", "any", 0, 20),

@@ -1,6 +1,6 @@
 """docs/training.md names only what exists: commands, options, keys, files, metrics. Its tables are complete.
 
-CONTRIBUTING.md lists the rooms.
+CONTRIBUTING.md lists the layers.
 """
 
 from __future__ import annotations
@@ -172,15 +172,15 @@ def test_the_lines_for_diffusers_are_python_and_name_its_classes() -> None:
         assert {alias.name for node in imported for alias in node.names} <= classes
 
 
-def test_the_rooms_of_contributing_are_those_of_the_import_rules() -> None:
+def test_the_layers_of_contributing_are_those_of_the_import_rules() -> None:
     rules = (ROOT / ".importlinter").read_text(encoding="utf-8")
     (layers,) = re.findall(r"^layers =\n((?:    .+\n)+)", rules, re.M)
     expected = [re.findall(r"digenrl\.(\w+)", line) for line in layers.splitlines()]
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    (table,) = re.findall(r"^\| rooms, from the top .*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
+    (table,) = re.findall(r"^\| layers, from the top .*\n\|[-|]+\n((?:\|.*\n)+)", text, re.M)
     named = [code(line.split(" | ")[0]) for line in table.splitlines()]
-    assert [sorted(rooms) for rooms in named] == [sorted(rooms) for rooms in expected]
+    assert [sorted(layers) for layers in named] == [sorted(layers) for layers in expected]
     files = re.findall(r"^(.*) are beside them", text, re.M)
     beside = {*code(files[0]), "py.typed", "__init__.py"}
     there = {path.name.removesuffix(".py") for path in (ROOT / "digenrl").iterdir() if path.name[0] != "_"}
-    assert there - beside == {room for rooms in expected for room in rooms}
+    assert there - beside == {layer for layers in expected for layer in layers}

@@ -18,7 +18,10 @@ RANDOM = "random"  # a model with random weights
 DEMO_PROMPTS = PACKAGE / "demo" / "prompts"
 FILE_ENDINGS = (".yaml", ".yml", ".json")
 LONGEST_NAME, LONGEST_PATH = 255, 4_000  # in bytes, of one part and of all
-REWARD_FILES = ("model", "processor", "checkpoint", "tokenizer", "head", "template")
+REWARD_FILES = (
+    *("model", "processor", "checkpoint", "tokenizer", "head", "template"),
+    *("config", "detector", "prompt", "ca_file"),
+)
 REWARD_FOLDERS = ("cache",)  # made if they do not exist
 
 

@@ -1,8 +1,8 @@
 """What a worker does: encode, generate, score, train, commit, publish, evaluate, save. One method per job.
 
-Read from top to bottom, this is the way of a prompt to published weights. Each stage calls one package. Tensors come
-from the exchange and go there; jobs and results hold names and numbers only. The scheduler decides which stage
-runs where and when.
+Read from top to bottom, this is the way of a prompt to published weights. Each stage calls one package. Tensors
+come from the exchange and go there; jobs and results hold names and numbers only. The scheduler decides which
+stage runs where and when.
 
 Shape legend: B = samples, F = frames, C = 3 colours, H and W = height and width.
 """

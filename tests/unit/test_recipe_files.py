@@ -248,7 +248,11 @@ def test_paths_are_relative_to_the_recipe_and_those_of_overrides_to_the_current_
     assert from_file.prompts.path == beside / "prompts.txt"
     assert from_file.model.source == str(beside / "model")
     assert from_file.rewards[0].model_dump()["model"] == str(beside / "weights")
-    for name, key in (("geneval, model: m", "detector"), ("hpsv3", "config"), ("videoalign, model: m", "prompt")):
+    for name, key in (
+        ("geneval, model: m", "detector"),
+        ("hpsv3", "config"),
+        ("videoalign, model: m, checkpoint: c", "prompt"),
+    ):
         reward = read_recipe(str(recipe_file), [f"rewards={{name: {name}, {key}: ./its_own}}"])
         assert reward.rewards[0].model_dump()[key] == str(here / "its_own")
 

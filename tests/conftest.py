@@ -16,8 +16,10 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 from digenrl.transports import processes
+from digenrl.transports.process_setup import TORCH_ENVIRONMENT
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_CBWR", TORCH_ENVIRONMENT["MKL_CBWR"])
 gc.disable()  # while tests are collected: what is imported then is not garbage
 
 # A shell that starts the tests in the background lets them ignore these signals, and so would runs in the tests.

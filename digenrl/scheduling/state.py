@@ -491,8 +491,8 @@ def _within_budget(terms: Terms, record: RecordedStep) -> RecordedStep:
 
 
 def is_available(state: SchedulerState, lane: Lane) -> bool:
-    """Whether a lane may take work: the trainer's own lanes take none while it commits, saves or restores."""
-    return not lane.helper or isinstance(state.trainer, Free)
+    """Whether a lane that does both may take work: the trainer's own take none while it commits or saves."""
+    return not lane.helper or not state.terms.shares_work or isinstance(state.trainer, Free)
 
 
 def issue(state: SchedulerState, at_ns: int, kind: type[AnyJob], *fields: object) -> tuple[SchedulerState, AnyJob]:

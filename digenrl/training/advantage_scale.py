@@ -24,8 +24,12 @@ class AdvantageScale:
 
     @property
     def sums_per_parameter(self) -> int:
-        """How many gradient tensors a parameter may have: two if only a part of the loss awaits the scale."""
-        return 2 if self.over_batch and self._objective.needs.reference else 1
+        """How many gradient tensors a parameter may have: two if only a part of the loss awaits the scale.
+
+        What pulls the policy towards another one does not await it.
+        """
+        needs = self._objective.needs
+        return 2 if self.over_batch and (needs.reference or needs.old_policy) else 1
 
     def trained_advantages(self, rewards: Sequence[float]) -> Advantages:
         """A group's advantages as its terms are trained with them: final and clamped, or awaiting the scale."""

@@ -23,6 +23,7 @@ from digenrl.models.objective import PairBatch, RenoisedPairs, StepPairs
 from digenrl.models.stochastic_step import StepTimes, stochastic_step
 from digenrl.models.trajectory import RolloutPlan, StepNoise
 from digenrl.records import SampleId
+from digenrl.training.advantage_scale import AdvantageScale
 
 EVERY = pytest.mark.parametrize("name", list(ALGORITHMS))
 ROWS = 4
@@ -95,6 +96,21 @@ def test_its_scaled_part_is_homogeneous_in_the_advantages_and_its_fixed_part_ind
         torch.testing.assert_close(tripled.scaled_M, 3 * loss.scaled_M, rtol=1e-12, atol=0)
     if loss.fixed_M is not None:
         assert torch.equal(tripled.fixed_M, loss.fixed_M)
+
+
+@EVERY
+def test_the_trainer_knows_how_many_parts_its_gradient_has(name):
+    """Also without a KL to the reference."""
+    for options in ({}, {"kl_weight": 0} if "kl_weight" in ALGORITHM_SETTINGS[name].model_fields else {}):
+        algorithm = build_algorithm(name, {**options, "advantage": {"std_over": "batch"}} if options else {})
+        scale = AdvantageScale(algorithm)
+        needs, pairs = algorithm.needs, some_pairs(name)
+        given = {"reference": needs.reference, "old_velocity": needs.old_policy, "old_mean": needs.step_means}
+        absent = [
+            f.name for f in fields(pairs) for start, has in given.items() if f.name.startswith(start) and not has
+        ]
+        parts = scale.loss_parts(algorithm.loss(replace(pairs, **dict.fromkeys(absent))))
+        assert sum(part is not None for part in parts) <= scale.sums_per_parameter
 
 
 @EVERY

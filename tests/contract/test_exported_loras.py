@@ -134,7 +134,7 @@ def export(trained: Trained, to: str, out: Path) -> list[str]:
 
 def assert_same_velocity(trained: Trained, model: DiffusionModel) -> None:
     got = velocity_of(model, trained.conditioning)
-    torch.testing.assert_close(got, trained.velocity, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got, trained.velocity, atol=3e-5, rtol=1e-5)
 
 
 def open_model(family: Family, source: Path) -> PipelineModel:

@@ -6,9 +6,11 @@ import json
 from collections.abc import Mapping
 from math import sqrt
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from diffusers.utils import convert_unet_state_dict_to_peft
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -32,6 +34,9 @@ from digenrl.models.model_weights import load_weights
 KEY = "training.lora.start_from"
 SIDES = ((".lora_down.weight", ".lora_up.weight"), (DOWN, UP), (".lora.down.weight", ".lora.up.weight"))
 METADATA = "lora_adapter_metadata"  # where diffusers keeps rank and alpha
+UNET_CONFIG = SimpleNamespace(
+    layers_per_block=2
+)  # of all Stable Diffusion models, to find blocks by kohya's names
 
 
 def start_from(model: DiffusionModel, source: Path) -> None:
@@ -78,15 +83,31 @@ def read_lora(source: Path, pipeline_class: type[Any]) -> dict[str, LoraPair]:
     if any(name.startswith(PEFT_PREFIX) for name in tensors):
         scale = _peft_scale(file.with_name(PEFT_CONFIG))
         named = {name.removeprefix(PEFT_PREFIX): value for name, value in tensors.items()}
-    else:
-        scale = 1.0 if _apply_alphas(tensors) else _metadata_scale(metadata)
-        try:
-            read = lora_loader(pipeline_class).lora_state_dict(tensors)
-        except (ValueError, KeyError, RuntimeError, NotImplementedError) as error:
-            raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}: {one_line(error)}") from None
+        return _pairs(source, named, scale)
+    _check_plain(source, {key: True for name in tensors if (key := name.rpartition(".")[2]) == "dora_scale"})
+    ranks = _apply_alphas(tensors)
+    if not ranks:
+        return _pairs(source, _converted(source, tensors, pipeline_class), _metadata_scale(source, metadata))
+    try:  # some layouts are converted only without alphas, and others recognized by them
+        return _pairs(source, _converted(source, tensors, pipeline_class), 1.0)
+    except ConfigError:
+        return _pairs(source, _converted(source, tensors | ranks, pipeline_class), 1.0)
+
+
+def _converted(source: Path, tensors: Mapping[str, Tensor], pipeline_class: type[Any]) -> dict[str, Tensor]:
+    """The tensors with the names that peft gives them in the diffusers transformer or UNet."""
+    component = adapted_component(pipeline_class)
+    unet = {"unet_config": UNET_CONFIG} if component == "unet" else {}
+    try:
+        read = lora_loader(pipeline_class).lora_state_dict(dict(tensors), **unet)
         named = read[0] if isinstance(read, tuple) else read  # some add alphas, which have been applied already
-    prefix = f"{adapted_component(pipeline_class)}."
-    return _pairs(source, {name.removeprefix(prefix): value for name, value in named.items()}, scale)
+        if component == "unet":
+            named = convert_unet_state_dict_to_peft(named)
+    except KeyError as error:
+        raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}: the tensor {error} is missing") from None
+    except (ValueError, RuntimeError, NotImplementedError) as error:
+        raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}: {one_line(error)}") from None
+    return {name.removeprefix(f"{component}."): value for name, value in named.items()}
 
 
 def _file_of(source: Path) -> Path:
@@ -112,21 +133,27 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise _wrong(file, f"cannot be read: {one_line(error)}; only .safetensors files are") from None
 
 
-def _apply_alphas(tensors: dict[str, Tensor]) -> bool:
-    """Multiplies the scales that `.alpha` tensors stand for into B, and removes them; False if there are none."""
+def _apply_alphas(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Multiplies the scales that `.alpha` tensors stand for into B, and removes them.
+
+    Returns the alphas with which the new B have a scale of 1: their ranks.
+    """
     alphas = {name.removesuffix(".alpha"): tensors.pop(name) for name in list(tensors) if name.endswith(".alpha")}
+    ranks = {}
     for layer, alpha in alphas.items():
         for down, up in SIDES:
             if layer + up in tensors:
-                tensors[layer + up] = tensors[layer + up] * (float(alpha) / len(tensors[layer + down]))
-    return bool(alphas)
+                rank = len(tensors[layer + down])
+                tensors[layer + up] = tensors[layer + up] * (float(alpha) / rank)
+                ranks[f"{layer}.alpha"] = torch.tensor(float(rank))
+    return ranks
 
 
-def _metadata_scale(metadata: Mapping[str, str]) -> float:
+def _metadata_scale(source: Path, metadata: Mapping[str, str]) -> float:
     config = json.loads(metadata.get(METADATA, "{}"))
     values = {key.rpartition(".")[2]: value for key, value in config.items()}
     rank, alpha = values.get("r"), values.get("lora_alpha")
-    return alpha / rank if rank and alpha else 1.0
+    return _scale(source, values, rank, alpha) if rank and alpha else 1.0
 
 
 def _peft_scale(file: Path) -> float:
@@ -135,10 +162,19 @@ def _peft_scale(file: Path) -> float:
         rank, alpha = config["r"], config["lora_alpha"]
     except (OSError, ValueError, KeyError, TypeError):
         raise _wrong(file, "peft's configuration is missing or damaged") from None
-    unknown = [key for key in ("use_dora", "rank_pattern", "alpha_pattern") if config.get(key)]
+    return _scale(file, config, rank, alpha)
+
+
+def _scale(file: Path, config: Mapping[str, Any], rank: float, alpha: float) -> float:
+    """The strength of a LoRA by peft's configuration, which must be that of a plain one."""
+    _check_plain(file, config)
+    return float(alpha / (sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _check_plain(file: Path, config: Mapping[str, Any]) -> None:
+    unknown = [key for key in ("use_dora", "dora_scale", "rank_pattern", "alpha_pattern") if config.get(key)]
     if unknown:
         raise _wrong(file, f"has {unknown[0]}, which is not supported; give a plain LoRA")
-    return float(alpha / (sqrt(rank) if config.get("use_rslora") else rank))
 
 
 def _pairs(source: Path, named: Mapping[str, Tensor], scale: float) -> dict[str, LoraPair]:

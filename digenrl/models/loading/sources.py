@@ -31,6 +31,7 @@ SINGLE_FILE = ".safetensors"
 # Before the names of a transformer's tensors, in files that may also hold other components.
 PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.", "net.")
 QUANTIZED = ("quant_state", "absmax", "comfy_quant", "scaled_fp8", "scale_weight", "weight_scale", "qweight")
+EIGHT_BIT = ("F8", "I8", "U8")  # types in the header of a .safetensors file
 # Pipelines that another class loads too, if their index has this setting: Wan2.2 5B is published as text-to-video.
 ALSO_LOADED_BY = {("WanPipeline", "WanImageToVideoPipeline"): "expand_timesteps"}
 
@@ -236,13 +237,17 @@ def check_single_file(path: Path) -> dict[str, HeaderEntry]:
     tensors = read_header(path)
     if any("lora_" in name or ".lora." in name for name in tensors):
         raise ConfigError(f"{path}: is a LoRA, not a model; as model.source, give the model that it adapts")
+    transformer = transformer_tensors(tensors)
     quantized = [name for name in tensors if any(word in name for word in QUANTIZED)]
+    quantized += [
+        f"{name}: {entry.dtype}" for name, entry in transformer.items() if entry.dtype.startswith(EIGHT_BIT)
+    ]
     if quantized:
         raise ConfigError(
             f"{path}: holds quantized weights ({quantized[0]}), which cannot be trained; expected a file with "
             "16 or 32 bit weights"
         )
-    return transformer_tensors(tensors)
+    return transformer
 
 
 def transformer_tensors(tensors: Mapping[str, Any]) -> dict[str, Any]:

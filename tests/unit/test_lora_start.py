@@ -1,0 +1,75 @@
+"""LoRA files of other trainers, read as pairs by layer with their strength in B."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxPipeline, QwenImagePipeline, StableDiffusionXLPipeline, WanPipeline
+from safetensors.torch import save_file
+from torch import Tensor
+
+from digenrl.config.reading import ConfigError
+from digenrl.models.adapters.lora_start import read_lora
+
+RANK, ALPHA = 4, 2.0
+KOHYA = (".lora_down.weight", ".lora_up.weight")
+DIFFUSERS = (".lora_A.weight", ".lora_B.weight")
+
+
+def pairs_of(*layers: str, sides: tuple[str, str] = KOHYA, alpha: bool = True) -> dict[str, Tensor]:
+    generator, tensors = torch.Generator().manual_seed(1), {}
+    for layer in layers:
+        tensors[layer + sides[0]] = torch.randn(RANK, 8, generator=generator)
+        tensors[layer + sides[1]] = torch.randn(8, RANK, generator=generator)
+        tensors |= {f"{layer}.alpha": torch.tensor(ALPHA)} if alpha else {}
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "layers", "found"),
+    [
+        (
+            WanPipeline,
+            [f"lora_unet_blocks_0_{kind}_{each}" for kind in ("self_attn", "cross_attn") for each in "qkvo"]
+            + ["lora_unet_blocks_0_ffn_0", "lora_unet_blocks_0_ffn_2"],
+            "blocks.0.attn1.to_q",
+        ),
+        (QwenImagePipeline, ["transformer_blocks.0.attn.to_q"], "transformer_blocks.0.attn.to_q"),
+        (
+            StableDiffusionXLPipeline,
+            ["lora_unet_input_blocks_4_1_transformer_blocks_0_attn1_to_q"],
+            "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q",
+        ),
+    ],
+)
+def test_kohyas_files_are_read_with_their_alphas(
+    pipeline: type[Any], layers: list[str], found: str, tmp_path: Path
+) -> None:
+    tensors = pairs_of(*layers)
+    save_file(tensors, tmp_path / "lora.safetensors")
+    read = read_lora(tmp_path / "lora.safetensors", pipeline)
+    assert len(read) == len(layers)
+    down, up = read[found]
+    expected = tensors[layers[0] + KOHYA[1]] @ tensors[layers[0] + KOHYA[0]] * ALPHA / RANK
+    torch.testing.assert_close(up @ down, expected)
+
+
+def test_the_metadata_of_diffusers_give_the_strength_and_what_is_not_plain_is_refused(tmp_path: Path) -> None:
+    file, layer = tmp_path / "lora.safetensors", "transformer.transformer_blocks.0.attn.to_q"
+    tensors = pairs_of(layer, sides=DIFFUSERS, alpha=False)
+
+    def read(metadata: dict[str, Any], **more: Tensor) -> tuple[Tensor, Tensor]:
+        named = {f"transformer.{key}": value for key, value in {"r": RANK, "lora_alpha": 8, **metadata}.items()}
+        save_file({**tensors, **more}, file, metadata={"lora_adapter_metadata": json.dumps(named)})
+        return read_lora(file, FluxPipeline)["transformer_blocks.0.attn.to_q"]
+
+    for metadata, scale in (({}, 8 / RANK), ({"use_rslora": True}, 8 / RANK**0.5)):
+        torch.testing.assert_close(read(metadata)[1], tensors[layer + DIFFUSERS[1]] * scale)
+    with pytest.raises(ConfigError, match=r"alpha_pattern.*plain LoRA"):
+        read({"alpha_pattern": {"to_q": 2.0}})
+    with pytest.raises(ConfigError, match=r"dora_scale.*plain LoRA"):
+        read({}, **{f"{layer}.dora_scale": torch.ones(8, 1)})

@@ -42,6 +42,7 @@ class BroadcastExchange(PayloadExchange):
         with self._changed:
             self._changed.wait_for(lambda: name in self._received or name in self._given_up, ARRIVAL_TIMEOUT_S)
             if name not in self._received:
+                self._given_up.discard(name)  # a later job may wait for it to be sent again
                 self.lost = (name,)
                 raise ValueError(f"{name} did not arrive")
             for older in list(self._received):

@@ -12,19 +12,25 @@ from digenrl.run_folder.metric_lines import EvaluationRecord
 
 
 class WandbSink:
-    """Logs to a `wandb` run; the x axis counts optimizer steps done."""
+    """Logs to a `wandb` run; the x axis counts optimizer steps done, in the metric `version`.
+
+    It is not wandb's own step, below which nothing can be logged any more: an evaluation may end late, and a
+    resumed run repeats steps.
+    """
 
     def __init__(self, wandb: Any, run: Any, run_folder: Path) -> None:
         self._wandb, self._run, self._run_folder = wandb, run, run_folder
+        run.define_metric("*", step_metric="version")
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=int(metrics["version"]))
+        self._run.log(dict(metrics))
 
     def evaluation(self, evaluation: EvaluationRecord) -> None:
         content: dict[str, Any] = {f"evaluation/{name}": value for name, value in evaluation.values.items()}
+        content["version"] = evaluation.steps_done
         if evaluation.grid is not None:
             content["evaluation/samples"] = self._wandb.Image(str(self._run_folder / evaluation.grid))
-        self._run.log(content, step=evaluation.steps_done)
+        self._run.log(content)
 
     def close(self) -> None:
         """Waits until everything is sent, or stored for `wandb sync` if there is no network."""

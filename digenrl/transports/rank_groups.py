@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from digenrl.records import Job, JobFailed
@@ -11,7 +12,7 @@ from digenrl.transports.contract import Gone, InputsLost, Message, Report, Trans
 from digenrl.worker.assignment import Assignment, PeersLost, StartFailed, rank_device, rank_names
 
 # A rank fails at once if it loses another one, whose end or error may be known only later.
-NOTICE_S, NOTICES = 1.0, 5
+NOTICE_S = 5.0
 
 
 @dataclass(slots=True)
@@ -31,8 +32,8 @@ class RankGroupTransport:
     none of them reports an error of its own.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self, transport: Transport, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._transport, self._monotonic = transport, monotonic
         self._groups: dict[str, _RankGroup] = {}
         self._epoch = 0
 
@@ -67,10 +68,9 @@ class RankGroupTransport:
         """Reports of groups are complete; the result is empty if those that arrived completed none."""
         arrived = list(self._transport.receive(timeout_s))
         failed = {_group_of(each) for each in arrived if _has_failed(each)} & self._groups.keys()
-        for _ in range(NOTICES):
-            if failed <= _groups_with_losses(arrived):
-                break
-            arrived += self._transport.receive(NOTICE_S)
+        deadline_s = self._monotonic() + NOTICE_S
+        while not failed <= _groups_with_losses(arrived) and (left_s := deadline_s - self._monotonic()) > 0:
+            arrived += self._transport.receive(left_s)
         lost = _groups_with_losses(arrived)
         messages: list[Message] = []
         for message in sorted(arrived, key=lambda each: isinstance(each.report, PeersLost)):  # after errors

@@ -484,7 +484,8 @@ class Stages:
             return
         published = self.trainer.published()  # by all ranks together, if weights are sharded
         if job.rank == 0:
-            copies = {name: value.detach().to("cpu", copy=True) for name, value in published.items()}
+            rounded = {name: self._rounded(name, value.detach()) for name, value in published.items()}
+            copies = {name: value.to("cpu", copy=True) for name, value in rounded.items()}
             self._version_before = {name: value.contiguous() for name, value in copies.items()}
 
     def _export(self, job: Commit | Export) -> tuple[WeightsReference, int]:

@@ -146,7 +146,7 @@ def test_health_is_public_and_says_nothing_else(url: str) -> None:
         ([sample(), sample(png(), png())], "samples.1: "),
         ([sample(png(), png(), png())], "3 frames are more than the 2 allowed"),
         ([sample()] * 5, "5 samples are more than the 4 allowed"),
-        ([sample(png(40, 24), png(40, 24))] * 4, "more than 5760 pixels in one request"),
+        ([sample(png(40, 24), png(40, 24))] * 4, "samples.3.frames.0: more than 5760 pixels in one request"),
         ([], "samples: "),
         ([{"prompt": "p", "frames": []}], "samples.0.frames: "),
         ([{"frames": [png()]}], "samples.0.prompt: "),

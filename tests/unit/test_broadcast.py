@@ -312,7 +312,9 @@ def test_weights_that_are_given_up_are_lost_until_they_arrive_after_all(threads:
     assert exchanges.generator.lost == ("weights-1",)
     exchanges.generator.begin_job({})
     assert exchanges.generator.lost == ()
+    again = threads.submit(exchanges.generator.get_weights, reference)  # of the next job, which waits
     exchanges.broadcast(reference)
+    assert same(again.result(TIMEOUT_S), weights())
     assert same(exchanges.generator.get_weights(reference), weights())
 
 

@@ -118,8 +118,10 @@ calls = []
 def Image(path):
     return ("image", path)
 class Run:
-    def log(self, content, step):
-        calls.append(("log", step, content))
+    def define_metric(self, name, step_metric):
+        calls.append(("define", name, step_metric))
+    def log(self, content):
+        calls.append(("log", content))
     def finish(self):
         calls.append(("finish",))
 def init(**settings):
@@ -149,13 +151,14 @@ def test_wandb_gets_one_run_with_every_step_and_evaluation(wandb_calls: list[Any
     evaluation = _evaluation(folder, 1, 0.5)
     sink.evaluation(evaluation)
     sink.close()
-    (_, settings), *logs, end = wandb_calls
+    (_, settings), axis, *logs, end = wandb_calls
+    assert axis == ("define", "*", "version"), "wandb drops what is logged with an earlier step of its own"
     assert settings["project"] == "my-project"
     assert (settings["name"], settings["id"], settings["resume"]) == ("demo-1", "demo-1-20250301-123000", "allow")
     assert settings["config"]["seed"] == 0
-    assert logs[0] == ("log", 1, _step(0, reward_mean=0.5))
-    assert logs[1][1] == 1
-    assert logs[1][2]["evaluation/samples"] == ("image", str(folder.grid(1)))
+    assert logs[0] == ("log", _step(0, reward_mean=0.5)) and logs[0][1]["version"] == 1
+    assert logs[1][1]["version"] == 1
+    assert logs[1][1]["evaluation/samples"] == ("image", str(folder.grid(1)))
     assert end == ("finish",)
 
 

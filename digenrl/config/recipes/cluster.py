@@ -29,6 +29,13 @@ class WorkerResources(Frozen):
     labels: dict[str, str] = Field(default={})
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
 
+    @field_validator("gpus")
+    @classmethod
+    def _is_a_share_of_a_card_or_whole(cls, gpus: float | None) -> float | None:
+        if gpus is not None and gpus > 1 and gpus != int(gpus):
+            raise ValueError(f"Ray gives a worker a share of one GPU or several whole ones, got {gpus:g}")
+        return gpus
+
 
 class CpuWorkerResources(WorkerResources):
     """Resources of a worker that needs no card unless `gpus` says so; a fraction shares a card."""

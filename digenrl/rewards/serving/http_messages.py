@@ -102,24 +102,37 @@ def decode_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str], list
         where = ".".join(str(part) for part in first["loc"]) or "the body"
         raise MessageError(f"{where}: {first['msg']}") from None
     _check_counts(request, limits)
-    frames = _decode_frames(request, limits)
+    images = _Images(limits)
+    frames = _decode_frames(request, images)
     count = len(request.samples)
     pixels = torch.stack(frames).float().div_(255).reshape(count, -1, *frames[0].shape)
-    metadata = [_metadata(index, sample, limits) for index, sample in enumerate(request.samples)]
+    metadata = [_metadata(index, sample, images) for index, sample in enumerate(request.samples)]
     return pixels, [sample.prompt for sample in request.samples], metadata
 
 
-def _metadata(index: int, sample: SampleMessage, limits: Limits) -> Metadata:
+class _Images:
+    """Decodes the images of one request, up to the number of pixels that it may have in total."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits, self._left = limits, limits.pixels_in_total
+
+    def decode(self, text: str) -> Tensor:
+        image = decode_png(text, self._limits, self._left)
+        self._left -= image[0].numel()
+        return image
+
+
+def _metadata(index: int, sample: SampleMessage, images: _Images) -> Metadata:
     """The metadata of a sample, with its source images, if it has any."""
     if not sample.source_images:
         return sample.metadata
-    images = []
+    sources = []
     for number, text in enumerate(sample.source_images):
         try:
-            images.append(decode_png(text, limits).float() / 255)
+            sources.append(images.decode(text).float() / 255)
         except MessageError as error:
             raise MessageError(f"samples.{index}.source_images.{number}: {error}") from None
-    return {**sample.metadata, SOURCE_IMAGES: tuple(images)}
+    return {**sample.metadata, SOURCE_IMAGES: tuple(sources)}
 
 
 def encode_png(image: Image.Image) -> str:
@@ -129,13 +142,15 @@ def encode_png(image: Image.Image) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def decode_png(text: str, limits: Limits) -> Tensor:
-    """(3, H, W) uint8. The size is checked before the pixels are unpacked."""
+def decode_png(text: str, limits: Limits, left: int) -> Tensor:
+    """(3, H, W) uint8. The size is checked before the pixels are unpacked; `left` are allowed in the request."""
     try:
         with Image.open(BytesIO(base64.b64decode(text, validate=True)), formats=("PNG",)) as image:
             if image.width * image.height > limits.pixels_per_frame:
                 size = f"{image.width} x {image.height}"
                 raise MessageError(f"{size} pixels are more than the {limits.pixels_per_frame} allowed")
+            if image.width * image.height > left:
+                raise MessageError(f"more than {limits.pixels_in_total} pixels in one request; send fewer samples")
             if image.mode != "RGB":
                 raise MessageError(f"expected an 8-bit RGB image, got mode {image.mode}")
             return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)
@@ -171,21 +186,17 @@ def _check_counts(request: ScoreRequest, limits: Limits) -> None:
             )
 
 
-def _decode_frames(request: ScoreRequest, limits: Limits) -> list[Tensor]:
+def _decode_frames(request: ScoreRequest, images: _Images) -> list[Tensor]:
     """All frames, sample by sample; raises MessageError at the first wrong one or if there are too many pixels."""
     decoded: list[Tensor] = []
-    pixels = 0
     for index, sample in enumerate(request.samples):
         for number, text in enumerate(sample.frames):
             try:
-                frame = decode_png(text, limits)
+                frame = images.decode(text)
             except MessageError as error:
                 raise MessageError(f"samples.{index}.frames.{number}: {error}") from None
             if decoded and frame.shape != decoded[0].shape:
                 sizes = f"{tuple(frame.shape)}, the first frame is {tuple(decoded[0].shape)}"
                 raise MessageError(f"samples.{index}.frames.{number}: {sizes}; send each size separately")
-            pixels += frame[0].numel()
-            if pixels > limits.pixels_in_total:
-                raise MessageError(f"more than {limits.pixels_in_total} pixels in one request; send fewer samples")
             decoded.append(frame)
     return decoded

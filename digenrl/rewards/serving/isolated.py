@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import IO, Any
 
@@ -34,6 +35,7 @@ class IsolatedReward(Reward):
     def __init__(self, settings: FunctionSettings) -> None:
         super().__init__(settings.shown_as)
         self._settings = settings
+        self._starter = ThreadPoolExecutor(1)  # Linux ends the process with the thread that has started it
         self._process = self._start()
 
     def close(self) -> None:
@@ -58,12 +60,13 @@ class IsolatedReward(Reward):
         return RewardBatch(tuple(reply["values"]), {name: tuple(part) for name, part in reply["parts"].items()})
 
     def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
+        process = self._starter.submit(
+            subprocess.Popen,
             [sys.executable, "-m", "digenrl.rewards.serving.isolated_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=without_secrets(os.environ),
-        )
+        ).result()
         self._process = process
         content = {"settings": self._settings.model_dump(mode="json"), "path": sys.path}
         with self._limited(START_TIMEOUT_S):

@@ -33,6 +33,9 @@ class RanksError(RuntimeError):
     """Ranks could not connect, or disagree, or another one failed."""
 
 
+TIMEOUT_S = 3600.0  # connections to a rank that died break at once; one that hangs misses its job's deadline
+
+
 class PeersLostError(RuntimeError):
     """Another rank has ended or does not answer. It is for the driver to start all of them again."""
 
@@ -150,10 +153,11 @@ class RankGroup:
             raise PeersLostError(f"{self.rank} lost the others while {activity}: {one_line(error)}") from error
 
 
-def join_ranks(rendezvous: str, rank: Rank, device: torch.device, timeout_s: float = 300.0) -> RankGroup:
+def join_ranks(rendezvous: str, rank: Rank, device: torch.device, timeout_s: float = TIMEOUT_S) -> RankGroup:
     """Connects to the other ranks at a rendezvous that was not used before: `file:///path` or `tcp://host:port`.
 
-    GPU tensors travel over NCCL, CPU tensors over gloo. The timeout holds for all operations of the group.
+    GPU tensors travel over NCCL, CPU tensors over gloo. The timeout holds for all operations of the group. In some
+    of them all ranks wait for the first one, which may write a large checkpoint to a slow disk.
     """
     assert 0 <= rank.index < rank.count, str(rank)
     if dist.is_initialized():

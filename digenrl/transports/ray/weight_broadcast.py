@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -39,6 +39,7 @@ class _RunningBroadcast:
     reference: WeightsReference
     sent: Any
     received: Mapping[str, Any]  # by worker
+    lost: set[str] = field(default_factory=set)  # workers whose replacements have the same names
 
     def awaited(self) -> list[Any]:
         """References of its calls."""
@@ -83,6 +84,8 @@ class WeightBroadcaster:
 
     def forget(self, worker: str) -> None:
         self._held.pop(worker, None)
+        for running in self._running:
+            running.lost.add(worker)
         for lacking in self._lacking.values():
             lacking.pop(worker, None)
         if self._staged is not None and self._staged[0] == worker:
@@ -168,7 +171,8 @@ class WeightBroadcaster:
             return
         self._running.remove(running)
         name = running.reference.name
-        received = tuple(worker for worker, outcome in running.received.items() if _succeeded(outcome))
+        present = {worker: each for worker, each in running.received.items() if worker not in running.lost}
+        received = tuple(worker for worker, outcome in present.items() if _succeeded(outcome))
         for worker in received:
             if worker in self._workers:
                 self._held.setdefault(worker, []).append(name)

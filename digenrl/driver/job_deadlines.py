@@ -31,7 +31,7 @@ class JobDeadlines:
     """
 
     def __init__(self, patience_s: float, monotonic: Callable[[], float]) -> None:
-        self._patience_s, self._now_s = patience_s, ActiveClock(LONGEST_PAUSE_S, monotonic)
+        self._patience_s, self._now_s = patience_s, ActiveClock(min(LONGEST_PAUSE_S, patience_s / 4), monotonic)
         self._since_s: dict[str, float] = {}  # the last progress of every worker that is ready
         self._longest_s: dict[type[Job], float] = {}
 

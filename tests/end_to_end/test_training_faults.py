@@ -223,11 +223,11 @@ def test_a_stopped_worker_is_taken_for_dead_and_replaced(live: LiveRuns) -> None
 def test_a_run_that_is_paused_for_longer_than_its_patience_continues(live: LiveRuns) -> None:
     """As with Ctrl-Z and `fg`: all processes stop, and go on together."""
     path = live.new_path()
-    options = ("steps=12", "lanes.patience_s=2", "lanes.restarts=0", "--out", str(path))
+    options = ("steps=12", "lanes.patience_s=4", "lanes.restarts=0", "--out", str(path))
     command = live.command("tiny.yaml", *options)
     wait_for(lambda: steps_done(path) >= 1 or command.poll() is not None, "a step")
     os.killpg(command.pid, signal.SIGSTOP)
-    time.sleep(4)
+    time.sleep(6)
     os.killpg(command.pid, signal.SIGCONT)
     _, errors = command.communicate(timeout=120)
     assert command.returncode == 0, errors

@@ -37,6 +37,7 @@ ADAPTERS = ("training.learning_rate=3e-5",)
 EVERYTHING = (*ADAPTERS, "training.lora=null")
 KINDS = {"adapters": ADAPTERS, "all weights": EVERYTHING}
 STEPS = 3
+CLOSE = 3e-6  # weights of ranks that add up gradients in another order
 MORE_STEPS = STEPS + 2
 EVALUATION = "evaluation={prompts: {name: scenes}, count: 3, every: 2, denoising_steps: 2, shown: 2, batch: 3}"
 TWO_BASES = ("model.base=int8", "evaluation.base=unquantized")
@@ -81,7 +82,7 @@ def gates(tmp_path: Path) -> Gates:
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_give_the_weights_of_one(kind: str, live: LiveRuns) -> None:
     one, two = of_one_rank(live, kind), live.finished(*RANKS[kind])
-    assert furthest(weights(one, STEPS), weights(two, STEPS)) < 1e-6
+    assert furthest(weights(one, STEPS), weights(two, STEPS)) < CLOSE
     assert furthest(weights(one, 1), weights(one, 3)) > 2e-5, "they have moved by more than that"
     assert metric(two, "reward_mean") == pytest.approx(metric(one, "reward_mean")[:STEPS], rel=1e-5)
     assert metric(two, "gradient_norm") == pytest.approx(metric(one, "gradient_norm")[:STEPS], rel=1e-3)
@@ -90,7 +91,7 @@ def test_two_ranks_give_the_weights_of_one(kind: str, live: LiveRuns) -> None:
 def test_ranks_of_adapters_help_to_generate_each_on_its_own(live: LiveRuns) -> None:
     run = live.finished(*RANKS["adapters"])
     assert {"helper-0", "helper-1"} <= {lane.name for lane in run.info.lanes}
-    assert furthest(weights(of_one_rank(live, "adapters"), STEPS), weights(run, STEPS)) < 1e-6
+    assert furthest(weights(of_one_rank(live, "adapters"), STEPS), weights(run, STEPS)) < CLOSE
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -144,7 +145,7 @@ def test_stages_that_train_all_weights_give_those_of_one_rank_even_if_a_stage_is
     run = run_losing_a_rank(live, gates, *EVERYTHING, *TWO_RANKS, "training.stages=auto")
     assert live.resume(run.path, f"steps={STEPS + 1}", "lanes.ranks=1", "training.stages=null") is Status.FINISHED
     one = of_one_rank(live, "all weights")
-    assert furthest(weights(run, STEPS + 1), weights(one, STEPS + 1)) < 1e-6
+    assert furthest(weights(run, STEPS + 1), weights(one, STEPS + 1)) < CLOSE
     assert metric(run, "gradient_norm") == pytest.approx(metric(one, "gradient_norm")[: STEPS + 1], rel=1e-3)
 
 
@@ -153,7 +154,7 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_back(live: LiveRuns, tmp_path: 
     assert live.resume(path, f"steps={STEPS + 1}", "lanes.ranks=1") is Status.FINISHED
     assert live.resume(path, f"steps={MORE_STEPS}", "lanes.ranks=2") is Status.FINISHED
     expected = weights(of_one_rank(live, "all weights"), MORE_STEPS)
-    assert furthest(weights(RunFolder.open(path), MORE_STEPS), expected) < 1e-6
+    assert furthest(weights(RunFolder.open(path), MORE_STEPS), expected) < CLOSE
 
 
 def test_cards_that_compute_each_sample_together_give_the_weights_of_one_even_if_one_is_lost(
@@ -181,7 +182,7 @@ def test_cards_that_compute_each_sample_together_give_the_weights_of_one_even_if
         status, several = live.run(*nine_tokens, *together, gates.rewards, out=path)
     assert status is Status.FINISHED
     assert {lane.name for lane in several.info.lanes} == {"generator-0", "generator-0 (2)", "trainer"}, "one lane"
-    assert furthest(weights(one, 2), weights(several, 2)) < 1e-6
+    assert furthest(weights(one, 2), weights(several, 2)) < CLOSE
     for ours, expected in zip(lines_of(several.evaluations), lines_of(one.evaluations), strict=True):
         assert ours["reward_mean"] == pytest.approx(expected["reward_mean"], rel=1e-4)
     assert_nothing_is_left(path)

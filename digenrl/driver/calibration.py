@@ -284,7 +284,9 @@ def choose_terms(driver: Dispatcher, calibration: Calibration, slice_size: int, 
         return initial_state(replace(terms, shared_work=rule), costs, generators, helpers)
 
     rules = best_rules(state_with, most_at_once=1, changes=CHANGES if thorough else 0)
-    choices = [replace(terms, shared_work=rule) for rule in with_stale_limits(rules, terms)]
+    if thorough:
+        rules = with_stale_limits(rules, terms)
+    choices = [replace(terms, shared_work=rule) for rule in rules]
     if recipe.techniques.tag == "auto":
         choices = [*_terms_without_sharing(driver, slice_size), *choices]
     return min(choices, key=lambda each: predicted_ns(driver, calibration, each))

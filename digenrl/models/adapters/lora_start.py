@@ -34,9 +34,7 @@ from digenrl.models.model_weights import load_weights
 KEY = "training.lora.start_from"
 SIDES = ((".lora_down.weight", ".lora_up.weight"), (DOWN, UP), (".lora.down.weight", ".lora.up.weight"))
 METADATA = "lora_adapter_metadata"  # where diffusers keeps rank and alpha
-UNET_CONFIG = SimpleNamespace(
-    layers_per_block=2
-)  # of all Stable Diffusion models, to find blocks by kohya's names
+UNET_CONFIG = SimpleNamespace(layers_per_block=2)  # of SD 1.5 and SDXL, for kohya's names of blocks
 
 
 def start_from(model: DiffusionModel, source: Path) -> None:

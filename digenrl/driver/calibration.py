@@ -35,13 +35,11 @@ from digenrl.records import (
 )
 from digenrl.scheduling import Costs, RecordedStep, SchedulerState, SharedWorkRule, Terms, initial_state
 from digenrl.simulation.prediction import predict
-from digenrl.simulation.shared_work import CHANGES, best_rules, greedy_rule, with_stale_limits
+from digenrl.simulation.shared_work import CHANGES, best_rules, best_stale_work, compared_steps, greedy_rule
 from digenrl.simulation.spec_costs import with_rules
 from digenrl.training.update_split import stale_groups, updates_of_places
 from digenrl.transports.contract import ArtifactStore
 from digenrl.worker.assignment import TRAINER, Assignment, own_slice, rank_names
-
-PREDICTED_STEPS = 4  # when slice sizes are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,9 +281,12 @@ def choose_terms(driver: Dispatcher, calibration: Calibration, slice_size: int, 
     def state_with(rule: SharedWorkRule) -> SchedulerState:
         return initial_state(replace(terms, shared_work=rule), costs, generators, helpers)
 
+    def expected_ns(rule: SharedWorkRule) -> int:
+        return predicted_ns(driver, calibration, replace(terms, shared_work=rule))
+
     rules = best_rules(state_with, most_at_once=1, changes=CHANGES if thorough else 0)
     if thorough:
-        rules = with_stale_limits(rules, terms)
+        rules = [best_stale_work(rules, terms, expected_ns)]
     choices = [replace(terms, shared_work=rule) for rule in rules]
     if recipe.techniques.tag == "auto":
         choices = [*_terms_without_sharing(driver, slice_size), *choices]
@@ -307,7 +308,7 @@ def predicted_ns(driver: Dispatcher, calibration: Calibration, terms: Terms) -> 
     """The predicted time of a few steps."""
     generators, helpers = offers(driver, calibration, terms.slice_size)
     costs = calibration.costs(shares_work=terms.shares_work)
-    return predict(terms, costs, generators, helpers, steps=PREDICTED_STEPS).trace.end_ns
+    return predict(terms, costs, generators, helpers, steps=compared_steps(terms)).trace.end_ns
 
 
 def _terms(driver: Dispatcher, slice_size: int, assist: AssistName | None = None) -> Terms:

@@ -128,7 +128,7 @@ class WeightsSender:
                     patch = None
                 _send_with_length(group, weights.header)
                 sent = _send_content(group, weights, patch)
-                group.wait_for_receivers()
+                group.wait_for_receivers(weights.reference.bytes)
         now_s = time.monotonic()
         return Delivery(sent, now_s - started_s, now_s - joined_s)
 

@@ -26,6 +26,8 @@ from digenrl.exchange.deliveries import BroadcastLimits
 SENDER_RANK = 0
 RECEIVED = "received"
 POLL_INTERVAL_S = 0.005
+# How fast the slowest receiver applies a patch and computes the checksum: about a fifth of one core's rate.
+CHECK_BYTES_PER_S = 200e6
 TAG = 0  # of all messages: they arrive in the order in which they are sent
 
 
@@ -159,11 +161,15 @@ class BroadcastGroup:
             self._wait_until_forwarded()
         self._store.set(f"outcome/{self._rank}", outcome)
 
-    def wait_for_receivers(self) -> None:
-        """Waits until all receivers have confirmed. Raises BroadcastError if one failed or did not confirm."""
+    def wait_for_receivers(self, weights_bytes: int) -> None:
+        """Waits until all receivers have confirmed that they hold weights of this size.
+
+        Raises BroadcastError if one failed or did not confirm in time.
+        """
         self._wait_until_forwarded()
         keys = {rank: f"outcome/{rank}" for rank in range(1, self._size)}
-        self._wait_for_keys(list(keys.values()), self._timeout(hops=len(keys)).total_seconds())
+        timeout_s = self._timeout(hops=len(keys)).total_seconds() + weights_bytes / CHECK_BYTES_PER_S
+        self._wait_for_keys(list(keys.values()), min(timeout_s, self._deadline.remaining_s()))
         outcomes = {
             rank: self._store.get(key).decode() if self._store.check([key]) else "did not confirm in time"
             for rank, key in keys.items()

@@ -174,7 +174,8 @@ class _Allocation:
             return False
         length = self._slices_at_once(lane, lane.taken if of_current_step else lane.taken_ahead)
         start_ns = self._at_ns + lane.switch_ns("generate")
-        while until_ns is not None and length and start_ns + lane.expected_ns(length) > until_ns:
+        in_time = 1 - self._rule.late_share
+        while until_ns is not None and length and start_ns + in_time * lane.expected_ns(length) > until_ns:
             length -= 1
         if not length:
             return False

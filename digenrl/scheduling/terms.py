@@ -20,7 +20,9 @@ class SharedWorkRule:
     train. Without pieces, it always generates first. With `leaves_to_faster`, it leaves work that other lanes
     would finish earlier. With `strict`, a lane that has generated its pieces waits while others have some left,
     and the idle lane that would finish its piece first is served first, instead of the fastest one. At most
-    `most_stale` samples of a step start on the version one behind; None: as many as the run allows.
+    `most_stale` samples of a step start on the version one behind; None: as many as the run allows. A lane starts
+    such samples if it is not needed for the current step before they end, or needed for no more than `late_share`
+    of their time.
     """
 
     pieces: tuple[tuple[int, ...], ...] = ()
@@ -28,6 +30,7 @@ class SharedWorkRule:
     leaves_to_faster: bool = True
     strict: bool = True
     most_stale: int | None = None
+    late_share: float = 0.0
 
     def quota(self, lane: int) -> int | None:
         """The slices of a step that a lane generates before it trains; None: all that there are."""

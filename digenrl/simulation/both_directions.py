@@ -6,22 +6,22 @@ compares it with colocated cards, with no help at all, and with a trainer that h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 
 from digenrl.config.spec import Spec
 from digenrl.scheduling import SchedulerState, SharedWorkRule
 from digenrl.simulation.shared_work import (
     MOST_AT_ONCE,
     best_rules,
+    best_stale_work,
     commit_ends_ns,
+    compared_steps,
     greedy_rule,
     makespan_ns,
-    with_stale_limits,
 )
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
-
-COMPARED_STEPS = 4  # rules are compared by a few steps: most of the others resemble the last but one
 
 PredictMakespan = Callable[[Spec], tuple[Spec, float]]  # of a SPEC without `both`, with its best slice size
 
@@ -51,11 +51,13 @@ def initial_shared_state(spec: Spec, rule: SharedWorkRule) -> SchedulerState:
 
 def choose_schedule(spec: Spec, predict: PredictMakespan) -> ChosenSchedule:
     """The schedule for a SPEC whose lanes do both, by its help rule."""
+    expected_ns = cache(partial(_expected_ns, spec))
     if spec.policy.help == "greedy":
-        return _best(spec, [greedy_rule(at_once) for at_once in _sizes(spec)])
+        return _shared_schedule(spec, min((greedy_rule(size) for size in _sizes(spec)), key=expected_ns))
     # The best rules by their forecasts, compared on the scheduler itself.
     rules = best_rules(lambda rule: initial_shared_state(spec, rule), max(_sizes(spec)))
-    best = _best(spec, with_stale_limits(rules, initial_shared_state(spec, rules[0]).terms))
+    terms = initial_shared_state(spec, rules[0]).terms
+    best = _shared_schedule(spec, best_stale_work(rules, terms, expected_ns))
     if spec.policy.help == "search":
         return best
     for simpler in (
@@ -69,21 +71,17 @@ def choose_schedule(spec: Spec, predict: PredictMakespan) -> ChosenSchedule:
     return best
 
 
-def _best(spec: Spec, rules: Iterable[SharedWorkRule]) -> ChosenSchedule:
-    rules = list(rules)
-    chosen = rules[0]
-    if len(rules) > 1:
-        chosen = min(rules, key=lambda rule: _expected_ns(spec, rule))
-    return ChosenSchedule(spec, chosen, makespan_ns(initial_shared_state(spec, chosen)) / NS_PER_SECOND)
+def _shared_schedule(spec: Spec, rule: SharedWorkRule) -> ChosenSchedule:
+    return ChosenSchedule(spec, rule, makespan_ns(initial_shared_state(spec, rule)) / NS_PER_SECOND)
 
 
 def _expected_ns(spec: Spec, rule: SharedWorkRule) -> int:
-    """The makespan if all steps but the first ones and the last take as long as the last but one of a few."""
-    steps = min(spec.steps, COMPARED_STEPS)
+    """The makespan; of a long run, if it goes on as it does between the first and the last of a few steps."""
+    steps = compared_steps(initial_shared_state(spec, rule).terms)
     ends_ns = commit_ends_ns(initial_shared_state(spec.with_changes(steps=steps), rule))
     if spec.steps == steps:
         return ends_ns[-1]
-    return ends_ns[-1] + (spec.steps - steps) * (ends_ns[-2] - ends_ns[-3])
+    return ends_ns[-1] + (spec.steps - steps) * (ends_ns[-2] - ends_ns[0]) // (steps - 2)
 
 
 def _sizes(spec: Spec) -> range:

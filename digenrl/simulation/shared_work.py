@@ -35,6 +35,10 @@ CHANGED = 4  # rules from which random changes start
 CHANGES = 1600  # forecasts of changed rules, at most
 CHANGED_WORK = 300_000  # slices and Train jobs in all of these forecasts together
 
+LATE_SHARES = (0.25, 0.5, 0.75)
+COMPARED_STEPS = (4, 16)  # at least, and at most with stale samples: lanes may get further ahead in every step
+COMPARED_SAMPLES = 1024  # in these steps
+
 InitialState = Callable[[SharedWorkRule], SchedulerState]  # the start of a run whose lanes follow the rule
 
 
@@ -55,14 +59,32 @@ def best_rules(
     return sorted(dict.fromkeys((from_quotas, without_pieces, *changed)), key=search.step_ns)
 
 
-def with_stale_limits(rules: Sequence[SharedWorkRule], terms: Terms) -> list[SharedWorkRule]:
-    """The rules as they are, then with fewer stale samples than the run allows, by quarters of a step.
+def best_stale_work(
+    rules: Sequence[SharedWorkRule], terms: Terms, expected_ns: Callable[[SharedWorkRule], int]
+) -> SharedWorkRule:
+    """The fastest rule: as it is, with fewer stale samples than the run allows, or with some that may end late.
 
-    A lane that works ahead may be busy when the current step needs it.
+    A lane that works ahead may be busy when the current step needs it. But if it never is, it often waits for a
+    commit for almost as long as a slice takes.
     """
     limits = [quarters * terms.samples_per_step // 4 for quarters in reversed(range(4))]
     limited = [replace(rule, most_stale=most) for most in limits if most < terms.stale_budget for rule in rules]
-    return [*rules, *limited]
+    best = _fastest([*rules, *limited], expected_ns)
+    if not terms.stale_budget or best.most_stale == 0:
+        return best
+    return _fastest([best, *(replace(best, late_share=share) for share in LATE_SHARES)], expected_ns)
+
+
+def compared_steps(terms: Terms) -> int:
+    """How many steps are simulated to compare rules: more of small ones if lanes may work ahead."""
+    least, most = COMPARED_STEPS
+    if terms.stale_budget:
+        least = max(least, min(most, COMPARED_SAMPLES // terms.samples_per_step))
+    return min(terms.steps, least)
+
+
+def _fastest(rules: Sequence[SharedWorkRule], expected_ns: Callable[[SharedWorkRule], int]) -> SharedWorkRule:
+    return rules[0] if len(rules) == 1 else min(rules, key=expected_ns)
 
 
 def greedy_rule(slices_at_once: int = 1) -> SharedWorkRule:

@@ -258,6 +258,18 @@ def test_a_generator_that_works_ahead_does_not_hold_up_the_commit() -> None:
     assert any(isinstance(job, Generate) and job.stale for _, job in jobs)
 
 
+def test_the_trainer_ends_a_slice_of_the_next_step_late_if_it_may() -> None:
+    trainer = TWO_CARDS["trainer"] | {"seconds_per_sample": 1.4}
+    spec = spec_of(TWO_CARDS, steps=2, prompts=1, trainer=trainer).with_rules(stale_fraction=1)
+    commits = {}
+    for late_share in (0.4, 0.5):
+        _, jobs = jobs_of(spec, SharedWorkRule(leaves_to_faster=False, late_share=late_share))
+        stale = [at for at, job in jobs if isinstance(job, Generate) and job.stale and job.lane == 1]
+        commits[late_share] = stale, next(at for at, job in jobs if isinstance(job, Commit))
+    # From 4.4 s it waits for a Train job that ends at 6 s. A slice takes 2 s, after a switch of half a second.
+    assert commits == {0.4: ([], 6), 0.5: ([4.4], 6.9)}
+
+
 # --- Quotas and forecasts --------------------------------------------------------------------------------------
 
 
@@ -387,8 +399,8 @@ def test_a_larger_stale_share_never_makes_a_run_longer() -> None:
         "trainer": {
             "seconds_per_sample": 4,
             "job": 4,
-            "reduce": 2.5,
-            "commit": 0.1,
+            "reduce": 2.564,
+            "commit": 0.082,
             "helper": {"lanes": 1, "seconds": slow, "switch_in": 1.4, "switch_out": 1.4},
         },
         "publish": 1.3,

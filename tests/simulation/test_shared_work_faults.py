@@ -103,6 +103,7 @@ def openings(draw: st.DrawFn, *, evaluates: bool = False) -> SchedulerState:
         slices_at_once=draw(st.integers(1, 4)),
         leaves_to_faster=draw(st.booleans()),
         strict=draw(st.booleans()),
+        late_share=draw(st.sampled_from((0.0, 0.5, 1.0))),
     )
     state = initial_scheduler_state(spec, search_budget=0, shared_work=rule)
     return replace(state, terms=replace(state.terms, encodes=draw(st.booleans())))

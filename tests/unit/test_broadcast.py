@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -14,7 +15,8 @@ from live_runs import wait_for
 from torch import Tensor
 
 from digenrl.config.recipes.cluster import WeightPatches
-from digenrl.exchange import flat_weights
+from digenrl.exchange import broadcast as broadcast_module
+from digenrl.exchange import broadcast_group, flat_weights
 from digenrl.exchange.broadcast import WeightsSender
 from digenrl.exchange.broadcast_exchange import BroadcastExchange
 from digenrl.exchange.broadcast_group import BroadcastError
@@ -172,6 +174,21 @@ def test_a_receiver_that_fails_ends_the_attempt_for_those_behind_it_and_the_next
         with pytest.raises(BroadcastError):
             received.result()
     assert all(same(found, weights()) for found in broadcast(sender, reference, 2, 3, threads))
+
+
+def test_a_receiver_of_large_weights_has_time_to_check_them(
+    sender: WeightsSender, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow_crc32(flat: Tensor, previous: int) -> int:
+        time.sleep(0.5)
+        return flat_weights.crc32(flat, previous)
+
+    reference = sender.stage("weights-1", weights())
+    monkeypatch.setattr(broadcast_module, "crc32", slow_crc32)
+    monkeypatch.setattr(broadcast_group, "CHECK_BYTES_PER_S", reference.bytes / TIMEOUT_S)
+    receiving = threads.submit(receive_weights, sender.address, 1, 1, 2, reference, TIMEOUT_S)
+    sender.send("weights-1", 1, 1, within(TIMEOUT_S, 0.2))
+    assert same(receiving.result(), weights())
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from ladder_simulation import RUNGS, ColocatedAssumptions, colocated_spec, colocated_trainer, simulate_rungs
+from ladder_simulation import (
+    RUNGS,
+    ColocatedAssumptions,
+    best_colocated,
+    both_directions,
+    colocated_spec,
+    colocated_trainer,
+    simulate_rungs,
+)
 
 from digenrl.config.reading import ConfigError
 from digenrl.planning.costs import slice_seconds, switch_seconds, unit_seconds
@@ -15,6 +23,7 @@ from digenrl.simulation.makespan import predict_makespan
 
 A = CardPool.model_validate({"card": "RTX A6000", "nodes": 4, "network_gbit_s": 200})
 B = CardPool.model_validate({"card": "H100", "nodes": 4, "network_gbit_s": 400})
+C = CardPool.model_validate({"card": "RTX PRO 6000 Blackwell", "nodes": 2, "network_gbit_s": 200})
 AS_ASSUMED = ColocatedAssumptions(engine_switch_s=1.0)
 
 
@@ -91,3 +100,9 @@ def test_a_baseline_that_packs_and_shards_inside_nodes_is_almost_as_fast():
 def test_longer_clips_hide_the_gathers_and_reduce_the_gain():
     short, longer = (speedups_of(clip("hunyuan", frames=frames), [B])[-1] for frames in (17, 33))
     assert longer < 0.75 * short
+
+
+def test_two_equal_nodes_that_do_both_beat_the_best_colocated_system():
+    """The samples divide evenly between them: there is nothing to gain but the time of the commit."""
+    workload = clip("hunyuan")
+    assert best_colocated(workload, [C], 32) > 1.02 * both_directions(workload, [C], 32, "1").makespan_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import NoReturn
 
@@ -10,6 +11,9 @@ INTERRUPTED = 130  # the exit code of a program that was ended by Ctrl-C
 
 def main() -> NoReturn:
     """The entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what its encoding lacks, such as a name in a label
     try:
         from digenrl.cli import main as run
 

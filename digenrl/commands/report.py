@@ -165,7 +165,7 @@ def _held_out(run: RunRecord) -> dict[str, FirstAndLast]:
     changes = held_out_changes(run)
     if changes or not run.evaluations:
         return {name: FirstAndLast(change.before, change.after) for name, change in changes.items()}
-    first = run.evaluations[0].values.get("reward_mean")
+    first = run.evaluations[-1].values.get("reward_mean")
     return {} if first is None else {"reward_mean": FirstAndLast(first, None)}
 
 

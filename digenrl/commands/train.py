@@ -23,8 +23,9 @@ from digenrl.report.page import write_report
 from digenrl.run_folder.folder import RunFolder, Status, numbered_path
 from digenrl.run_folder.metric_lines import read_evaluations, read_steps
 from digenrl.run_folder.reading import read_run
+from digenrl.runs.checkpointer import RunPosition
 from digenrl.runs.held_out import evaluation_is_due
-from digenrl.runs.resuming import ResumePoint, find_resume_point, mend_logs
+from digenrl.runs.resuming import ResumePoint, find_resume_point, kept_positions, mend_logs
 from digenrl.runs.stopping import RunFailedError
 from digenrl.runs.training import check_recipe, train
 from digenrl.transports.contract import Backend
@@ -81,7 +82,9 @@ def resume_run(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     recipe = read_recipe(str(folder.config), overrides)
-    if fingerprint(recipe) != fingerprint(folder.recipe):
+    _check_prompts_exist(recipe)
+    moved = not _prompts_exist(folder.recipe)  # then the checkpoint says whether these are its prompts
+    if fingerprint(recipe) != fingerprint(folder.recipe) and not moved:
         raise ConfigError(
             f"{' '.join(overrides)}: would change what the run computes; a resumed run may change steps, mode, "
             "lanes, cluster, logging, checkpoint, evaluation, techniques other than tcss, and what affects only "
@@ -90,23 +93,37 @@ def resume_run(
     with folder.locked():  # a process that is training here keeps its recipe
         if restart:
             _set_checkpoints_aside(folder, tell)
-        resume_point = find_resume_point(folder, tell)
+        resume_point = find_resume_point(folder, tell, recipe)
         if resume_point is None:
             _check_may_start_over(folder, restart, tell)
         else:
+            resume_point = mend_logs(folder, resume_point, tell)
             _check_something_is_left(folder, recipe, resume_point)
             tell(_where_it_resumes(folder, resume_point))
-            resume_point = mend_logs(folder, resume_point, tell)
         backend = check_recipe(recipe if resume_point is None else recipe.from_checkpoint())
         folder.write_recipe(recipe)
     with closing(backend):
         return _train_and_report(folder, backend, console, as_json, resume_point)
 
 
+def _prompts_exist(recipe: Recipe) -> bool:
+    return recipe.prompts.path is None or recipe.prompts.path.is_file()
+
+
+def _check_prompts_exist(recipe: Recipe) -> None:
+    """Raises ConfigError if the file with the prompts is gone."""
+    if not _prompts_exist(recipe):
+        raise ConfigError(
+            f"prompts.path: {recipe.prompts.path} does not exist; put it back, or say where the same prompts are "
+            "now, with prompts.path=FILE"
+        )
+
+
 def _check_something_is_left(folder: RunFolder, recipe: Recipe, resume_point: ResumePoint) -> None:
     """Raises ConfigError if all steps are done, and the evaluation of the last one, too."""
     done = resume_point.position.step
-    only_evaluates = done == recipe.steps and evaluation_is_due(folder, recipe, done)
+    end = kept_positions(folder, resume_point.position)["evaluations"]
+    only_evaluates = done == recipe.steps and evaluation_is_due(folder, recipe, done, end)
     if done >= recipe.steps and not only_evaluates:
         raise ConfigError(
             f"{folder.path}: all {recipe.steps} steps are done; to continue, set more, such as "
@@ -171,7 +188,7 @@ def _train_with_restarts(
     for restarts_left in range(folder.recipe.lanes.restarts, -1, -1):
         view = choose_view(title, console, Clocks(time.monotonic, time.thread_time), as_json)
         if resume_point is not None:
-            _load_history(view, folder, resume_point.position.step)
+            _load_history(view, folder, resume_point.position)
         try:
             return train(folder, backend, view, resume_point)
         except TrainerLostError as error:
@@ -183,10 +200,11 @@ def _train_with_restarts(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _load_history(view: RunView, folder: RunFolder, steps_done: int) -> None:
-    steps = [each for each in read_steps(folder.metrics) if each.step < steps_done]
-    evaluations = [each for each in read_evaluations(folder.evaluations) if each.steps_done <= steps_done]
-    view.load_history(steps, evaluations)
+def _load_history(view: RunView, folder: RunFolder, position: RunPosition) -> None:
+    ends = kept_positions(folder, position)
+    steps = [each for each in read_steps(folder.metrics, ends.get("metrics")) if each.step < position.step]
+    evaluations = read_evaluations(folder.evaluations, ends["evaluations"])
+    view.load_history(steps, [each for each in evaluations if each.steps_done <= position.step])
 
 
 def _how_to_resume(folder: RunFolder) -> str:

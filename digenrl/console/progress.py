@@ -46,6 +46,8 @@ class Progress:
         self._add_busy(metrics)
 
     def evaluation(self, evaluation: EvaluationRecord) -> None:
+        if self.last_evaluation is not None and evaluation.settings != self.last_evaluation.settings:
+            self.first_evaluation = self.best_evaluation = None  # made in another way: not comparable
         self.first_evaluation = self.first_evaluation or evaluation
         self.last_evaluation = evaluation
         if self.best_evaluation is None or _reward(evaluation) > _reward(self.best_evaluation):

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from digenrl.config.reading import ConfigError, one_line
 from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.metric_lines import EvaluationRecord
 
@@ -41,13 +42,18 @@ def open_wandb(folder: RunFolder, project: str) -> WandbSink:
     """Opens a run named after the folder in this project; a resumed run continues the same `wandb` run."""
     wandb = import_module("wandb")  # an extra, which `check_logging` has checked for
 
-    started = folder.info.started.strftime("%Y%m%d-%H%M%S")
-    run = wandb.init(
-        project=project,
-        name=folder.path.name,
-        id=f"{folder.path.name}-{started}",
-        resume="allow",
-        dir=str(folder.path),
-        config=folder.recipe.model_dump(mode="json"),
-    )
+    name, started = folder.path.resolve().name, folder.info.started.strftime("%Y%m%d-%H%M%S")
+    try:
+        run = wandb.init(
+            project=project,
+            name=name,
+            id=f"{name}-{started}",
+            resume="allow",
+            dir=str(folder.path),
+            config=folder.recipe.model_dump(mode="json"),
+        )
+    except wandb.Error as error:
+        raise ConfigError(
+            f"logging.wandb: {one_line(error)}; log in with `wandb login`, or set it to null"
+        ) from error
     return WandbSink(wandb, run, folder.path)

@@ -76,10 +76,14 @@ def reward_change(steps: tuple[StepRecord, ...]) -> Change | None:
 
 
 def held_out_changes(run: RunRecord) -> dict[str, Change]:
-    """The held-out reward and its sub-parts (`ocr.exact`) in the first and last evaluation; at most three."""
-    if len(run.evaluations) < 2:
+    """The held-out reward and its sub-parts (`ocr.exact`) in the last evaluation and the first like it.
+
+    At most three. A resumed run may have changed how it evaluates.
+    """
+    alike = [each for each in run.evaluations if each.settings == run.evaluations[-1].settings]
+    if len(alike) < 2:
         return {}
-    first, last = run.evaluations[0].values, run.evaluations[-1].values
+    first, last = alike[0].values, alike[-1].values
     names = [name for name in last if name in first]
     chosen = [name for name in names if name == "reward_mean"]
     chosen += [name for name in names if re.fullmatch(r"reward/.+[./].+", name) and not _is_cost(name)]

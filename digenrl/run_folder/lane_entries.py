@@ -36,13 +36,13 @@ class LaneRecorder:
 
 def lanes_of_whole_run(before: Sequence[LaneEntry], now: Sequence[LaneEntry], at_ns: int) -> tuple[LaneEntry, ...]:
     """The lanes of a run resumed at `at_ns`: those it has now, and those it had until then."""
-    known, present = {each.name for each in before}, {each.name for each in now}
+    joined, present = {each.name: each.joined_ns for each in before}, {each.name for each in now}
     gone = [
         each.model_copy(update={"left_ns": at_ns if each.left_ns is None else min(each.left_ns, at_ns)})
         for each in before
         if each.name not in present and each.joined_ns < at_ns
     ]
-    here = [each if each.name in known else each.model_copy(update={"joined_ns": at_ns}) for each in now]
+    here = [each.model_copy(update={"joined_ns": joined.get(each.name, at_ns)}) for each in now]
     return _in_order([*here, *gone])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,7 @@ class EvaluationRecord:
     """Held-out metrics of the model after `steps_done` optimizer steps.
 
     `values` has "reward_mean" and "reward/<part>"; `grid` is the path of the image grid inside the run's folder.
+    Values can be compared if `settings` are equal, the hash of the settings of the evaluation.
     """
 
     steps_done: int
@@ -32,6 +33,7 @@ class EvaluationRecord:
     count: int
     values: Mapping[str, float]
     grid: str | None = None
+    settings: str = ""
 
 
 def step_line(values: Mapping[str, float]) -> dict[str, float | None]:
@@ -47,25 +49,28 @@ def evaluation_line(evaluation: EvaluationRecord) -> dict[str, object]:
     """An evaluation as a flat JSON object."""
     line: dict[str, object] = {"step": evaluation.steps_done, "at_s": evaluation.at_s, "count": evaluation.count}
     line |= step_line(evaluation.values)
+    if evaluation.settings:
+        line["settings"] = evaluation.settings
     return line if evaluation.grid is None else {**line, "grid": evaluation.grid}
 
 
-def read_steps(path: Path) -> tuple[StepRecord, ...]:
-    """All steps in order. Where a resumed run repeated a step, the later line counts."""
+def read_steps(path: Path, end: int | None = None) -> tuple[StepRecord, ...]:
+    """All steps in order, or those before a byte. Where a resumed run repeated a step, the later line counts."""
     by_step: dict[int, StepRecord] = {}
-    for line in located_lines(path):
+    for line in _lines_before(path, end):
         step = _step(line)
         by_step[step] = StepRecord(step, _finite_values(line, {"step"}))
     return tuple(by_step[step] for step in sorted(by_step))
 
 
-def read_evaluations(path: Path) -> tuple[EvaluationRecord, ...]:
-    """All evaluations in order. Where a resumed run repeated one, the later line counts."""
+def read_evaluations(path: Path, end: int | None = None) -> tuple[EvaluationRecord, ...]:
+    """All evaluations in order, or those before a byte. Where a run repeated one, the later line counts."""
     by_step: dict[int, EvaluationRecord] = {}
-    for line in located_lines(path):
-        step, values = _step(line), _finite_values(line, {"step", "grid"})
+    for line in _lines_before(path, end):
+        step, values = _step(line), _finite_values(line, {"step", "grid", "settings"})
         at_s, count = values.pop("at_s", 0.0), int(values.pop("count", 0))
-        by_step[step] = EvaluationRecord(step, at_s, count, values, _grid(line))
+        settings = str(line.content.get("settings", ""))
+        by_step[step] = EvaluationRecord(step, at_s, count, values, _grid(line), settings)
     return tuple(by_step[step] for step in sorted(by_step))
 
 
@@ -82,6 +87,16 @@ def end_of_evaluations(path: Path, position: int, last_step: int) -> int:
                     break
                 position = line.end
     return position
+
+
+def _lines_before(path: Path, end: int | None) -> Iterator[JsonLine]:
+    """The lines up to a byte; what follows is not read, since it may be damaged."""
+    if end == 0:
+        return
+    for line in located_lines(path):
+        yield line
+        if end is not None and line.end >= end:
+            return
 
 
 def _step(line: JsonLine) -> int:

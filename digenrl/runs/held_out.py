@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from digenrl.config.recipes.files import evaluation_fingerprint
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.dispatcher import raise_failure
 from digenrl.records import (
@@ -29,12 +30,12 @@ NS_PER_SECOND = 1_000_000_000
 PICTURES = ".step_"  # folders of single pictures, until they are combined into a grid
 
 
-def evaluation_is_due(folder: RunFolder, recipe: Recipe, version: int) -> bool:
-    """Whether a version is due for evaluation and has not been evaluated."""
+def evaluation_is_due(folder: RunFolder, recipe: Recipe, version: int, end: int | None = None) -> bool:
+    """Whether a version is due for evaluation and has not been evaluated, by the file up to a byte."""
     settings = recipe.evaluation
     if settings is None or not settings.is_due(version, recipe.steps):
         return False
-    return version not in {each.steps_done for each in read_evaluations(folder.evaluations)}
+    return version not in {each.steps_done for each in read_evaluations(folder.evaluations, end)}
 
 
 class HeldOut:
@@ -98,7 +99,9 @@ class HeldOut:
         for name in sorted(scores[0].parts):
             numbers[f"reward/{name}"] = fmean(score.parts[name] for score in scores)
         where = str(grid.relative_to(self._folder.path))
-        self._on_evaluation(EvaluationRecord(version, at_ns / NS_PER_SECOND, len(scores), numbers, where))
+        settings = evaluation_fingerprint(self._folder.recipe)
+        record = EvaluationRecord(version, at_ns / NS_PER_SECOND, len(scores), numbers, where, settings)
+        self._on_evaluation(record)
 
     def _scores(self, chunks: dict[int, Scores]) -> list[HeldOutScore]:
         rows = [(scores, row) for _, scores in sorted(chunks.items()) for row in range(len(scores.values))]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import fingerprint
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.journal import read_journal
 from digenrl.run_folder.mending import mend_lines
@@ -36,10 +37,13 @@ class ResumePoint:
     position: RunPosition
 
 
-def find_resume_point(folder: RunFolder, notify: Callable[[str], None] = lambda line: None) -> ResumePoint | None:
+def find_resume_point(
+    folder: RunFolder, notify: Callable[[str], None] = lambda line: None, recipe: Recipe | None = None
+) -> ResumePoint | None:
     """The newest whole checkpoint; None for a run without any.
 
-    `notify` is called with a line about every newer checkpoint that is damaged. Raises ConfigError if all are.
+    `notify` is called with a line about every newer checkpoint that is damaged. Raises ConfigError if all are, or
+    if the checkpoint was made with other settings than those of the recipe, by default the folder's.
     """
     if folder.checkpoints.is_dir():
         restore(folder.checkpoints)
@@ -52,7 +56,7 @@ def find_resume_point(folder: RunFolder, notify: Callable[[str], None] = lambda 
             continue
         for each in damage:
             notify(str(each))
-        return ResumePoint(path, _position(folder, path, content))
+        return ResumePoint(path, _position(folder, recipe or folder.recipe, path, content))
     if damage:
         raise damage[0]
     return None
@@ -65,7 +69,7 @@ def _whole_content(path: Path) -> CheckpointContent:
     return content
 
 
-def _position(folder: RunFolder, path: Path, content: CheckpointContent) -> RunPosition:
+def _position(folder: RunFolder, recipe: Recipe, path: Path, content: CheckpointContent) -> RunPosition:
     try:
         facts = content.facts
         recorded = recorded_steps(facts.get("recorded", ()))
@@ -75,7 +79,7 @@ def _position(folder: RunFolder, path: Path, content: CheckpointContent) -> RunP
         raise ConfigError(
             f"{path}: lacks {error.args[0]}; resume with the version of DigenRL that wrote it"
         ) from None
-    if owner != fingerprint(folder.recipe):
+    if owner != fingerprint(recipe):
         raise ConfigError(
             f"{path}: was saved by another run: seed, model, prompts, rewards, batch, algorithm or training "
             f"differ from {folder.config}; resume in its own folder, or start a new run"

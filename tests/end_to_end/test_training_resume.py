@@ -164,13 +164,28 @@ def test_a_run_that_lacks_its_last_evaluation_makes_up_for_it_and_a_finished_one
     assert status is Status.FINISHED
     rewards = [line["reward_mean"] for line in lines_of(folder.evaluations)]
     first, _ = folder.evaluations.read_text().splitlines()
-    folder.evaluations.write_text(first + "\n")  # as if it had been killed before the second
+    folder.evaluations.write_text(first + "\ngarbage\n")  # as if it had been killed before the second
+    with folder.metrics.open("a") as metrics:
+        metrics.write("garbage\n")
     assert live.resume(folder.path) is Status.FINISHED
     assert [line["reward_mean"] for line in lines_of(folder.evaluations)] == rewards
     with pytest.raises(ConfigError, match=r"all 2 steps are done.* steps=4"):
         live.resume(folder.path)
     assert live.resume(folder.path, "steps=3", "mode=local") is Status.FINISHED
     assert trained(folder, 3) == trained(live.finished("mode=colocated"), 3)
+
+
+def test_a_run_whose_prompts_have_moved_goes_on_with_the_same_ones_only(live: LiveRuns, tmp_path: Path) -> None:
+    prompts = Path(shutil.copy(live.root / "prompts.txt", tmp_path / "prompts.txt"))
+    status, folder = live.run("mode=colocated", "steps=1", f"prompts.path={prompts}")
+    assert status is Status.FINISHED
+    moved = prompts.rename(tmp_path / "moved.txt")
+    with pytest.raises(ConfigError, match=rf"^prompts.path: {prompts} does not exist.* prompts.path=FILE"):
+        live.resume(folder.path, "steps=2")
+    (tmp_path / "others.txt").write_text("another\none\n")
+    with pytest.raises(ConfigError, match="prompts"):
+        live.resume(folder.path, "steps=2", f"prompts.path={tmp_path / 'others.txt'}")
+    assert live.resume(folder.path, "steps=2", f"prompts.path={moved}") is Status.FINISHED
 
 
 # --- What cannot resume ------------------------------------------------------------------------------------------

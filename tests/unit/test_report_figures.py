@@ -171,6 +171,16 @@ def test_the_headline_of_the_handmade_run(tmp_path: Path) -> None:
     assert shown["prediction_error"] == pytest.approx(0.1)
 
 
+def test_evaluations_with_other_settings_are_not_compared(tmp_path: Path) -> None:
+    rows = evaluation_rows()
+    changed = [rows[0], *({**rows[1], "step": step, "settings": "new"} for step in (1, 2))]
+    changed[-1]["reward_mean"] = 0.9
+    shown = headline_of(read_run(write_run(tmp_path / "run", evaluations=changed)))
+    assert shown["held_out"]["reward_mean"] == {"before": 0.8, "after": 0.9}
+    alone = headline_of(read_run(write_run(tmp_path / "other", evaluations=changed[:2])))
+    assert alone["held_out"] == {}
+
+
 def test_the_cost_of_a_judge_is_not_in_the_headline(tmp_path: Path) -> None:
     cost = {"reward/judge/prompt_tokens": 100.0, "reward/judge/cached": 0.0, "reward/judge/detail": 1.0}
     run = read_run(write_run(tmp_path / "run", evaluations=[row | cost for row in evaluation_rows()]))

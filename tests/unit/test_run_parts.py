@@ -291,8 +291,9 @@ def test_a_resumed_run_knows_its_earlier_lanes() -> None:
 
     trainer = LaneEntry(name="trainer", pool="trainer", device="cpu")
     before = [lane("a", left_ns=40), lane("a (2)", 45), lane("b", left_ns=130), lane("b (2)", 140), trainer]
-    lanes = lanes_of_whole_run(before, [lane("a"), lane("c"), trainer], at_ns=100)
-    assert lanes == (lane("a"), lane("c", 100), lane("a (2)", 45, 100), lane("b", left_ns=100), trainer)
+    lanes = lanes_of_whole_run([*before, lane("d", 50)], [lane("a"), lane("c"), lane("d"), trainer], at_ns=100)
+    gone = (lane("a (2)", 45, 100), lane("b", left_ns=100))
+    assert lanes == (lane("a"), lane("c", 100), lane("d", 50), *gone, trainer)
 
 
 # --- Resuming ----------------------------------------------------------------------------------------------------

@@ -115,6 +115,8 @@ def test_the_recipe_decides_which_sinks_are_opened(folder: RunFolder, tmp_path: 
 
 FAKE_WANDB = """
 calls = []
+class Error(Exception):
+    pass
 def Image(path):
     return ("image", path)
 class Run:
@@ -125,6 +127,8 @@ class Run:
     def finish(self):
         calls.append(("finish",))
 def init(**settings):
+    if settings["project"] == "refused":
+        raise Error("no API key")
     calls.append(("init", settings))
     return Run()
 """
@@ -160,6 +164,13 @@ def test_wandb_gets_one_run_with_every_step_and_evaluation(wandb_calls: list[Any
     assert logs[1][1]["version"] == 1
     assert logs[1][1]["evaluation/samples"] == ("image", str(folder.grid(1)))
     assert end == ("finish",)
+
+
+def test_what_wandb_refuses_is_one_line(wandb_calls: list[Any], tmp_path: Path) -> None:
+    logged = recipe(logging={"tensorboard": False, "wandb": "refused"})
+    folder = RunFolder.create(tmp_path / "demo-1", logged, STARTED)
+    with pytest.raises(ConfigError, match=r"^logging.wandb: no API key; log in with `wandb login`"):
+        open_sinks(folder, RunLines(folder), 0, _wall_clock)
 
 
 def test_a_missing_package_is_an_error_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:

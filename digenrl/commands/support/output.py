@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-out = Console()
-err = Console(stderr=True)
+
+class LastingConsole(Console):
+    """A console whose reader may leave: a run that is stopped together with `| tee` must still be saved."""
+
+    def on_broken_pipe(self) -> None:
+        """Prints nothing from now on, instead of ending the program."""
+        self.quiet = True
+        with suppress(OSError):  # not a real file
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.file.fileno())
+            os.close(nowhere)
+
+
+out = LastingConsole()
+err = LastingConsole(stderr=True)
 
 
 class ShowProgress(Protocol):

@@ -130,6 +130,13 @@ def fingerprint(recipe: Recipe) -> str:
     return _digest(json.dumps(_canonical(content), sort_keys=True).encode())
 
 
+def evaluation_fingerprint(recipe: Recipe) -> str:
+    """A hash of what decides the result of an evaluation, apart from the weights. A resumed run may change it."""
+    exclude = {"evaluation": {"every", "batch", "shown"}, "rewards": NOT_IN_FINGERPRINT["rewards"]}
+    content = recipe.model_dump(mode="json", include={"evaluation", "rewards"}, exclude=exclude)
+    return _digest(json.dumps(content, sort_keys=True).encode())[:12]
+
+
 def _prompt_content(settings: PromptSettings) -> bytes:
     """The content of the file with the prompts, or of the .jsonl file that a prompt set would have."""
     if settings.prompt_set is not None:

@@ -27,8 +27,11 @@ class LaneRecorder:
             self._write([each.model_copy(update=left) if each.name == name else each for each in entries])
         elif isinstance(event, WorkerJoined):
             name = event.offer.name
-            joined = LaneEntry(name=name, pool="generator", device=self._devices[name], joined_ns=event.at_ns)
-            self._write([*self._folder.info.lanes, joined])
+            entries = self._folder.info.lanes
+            # A resumed run may use the name of an earlier lane again: that is one row of the trace.
+            joined_ns = min((each.joined_ns for each in entries if each.name == name), default=event.at_ns)
+            joined = LaneEntry(name=name, pool="generator", device=self._devices[name], joined_ns=joined_ns)
+            self._write([*(each for each in entries if each.name != name), joined])
 
     def _write(self, entries: Sequence[LaneEntry]) -> None:
         self._folder.update_info(lanes=_in_order(entries))

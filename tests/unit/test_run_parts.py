@@ -283,6 +283,10 @@ def test_lanes_that_leave_and_join_are_written_down(tmp_path: Path) -> None:
     assert lanes[state.lanes[0].name].left_ns is None
     assert lanes["new"] == LaneEntry(name="new", pool="generator", device="cuda:3", joined_ns=90)
     assert list(lanes)[-1] == "trainer", "pools stay together"
+    folder.update_info(lanes=(LaneEntry(name="new", pool="generator", device="cpu", joined_ns=10, left_ns=20),))
+    book.observe(WorkerJoined(90, LaneOffer("new", 5)), (), state)
+    (again,) = RunFolder.open(folder.path).info.lanes
+    assert (again.joined_ns, again.left_ns) == (10, None), "one row, whatever its name was used for"
 
 
 def test_a_resumed_run_knows_its_earlier_lanes() -> None:

@@ -136,7 +136,7 @@ def plan_command(
     if as_json:
         typer.echo(json.dumps(content))
     else:
-        plan.show_plans(out, result, words, files)
+        plan.show_plans(out, result, words, files, content.get("overlay"))
 
 
 @app.command("probe")

@@ -11,7 +11,8 @@ from typing import Any, cast, get_args
 import yaml
 from rich.console import Console
 
-from digenrl.config.reading import ConfigError, nearest
+from digenrl.config.plan_files import PlanFile, overrides_of, replaced_by
+from digenrl.config.reading import ConfigError, nearest, parse_model
 from digenrl.config.recipes.files import read_recipe
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.planning.candidates import Objective, PlanOptions
@@ -115,9 +116,16 @@ def search_plans(
     options: PlanOptions,
     progress: Progress = lambda done, total: None,
 ) -> PlanResult:
-    """The best plans; plans of a recipe use only features that the runtime supports."""
+    """The best plans; plans of a recipe use only features that the runtime supports.
+
+    Raises ConfigError if costs are to be compared and a pool has no price.
+    """
+    free = [pool.name for pool in cluster.pools if not pool.usd_per_card_hour]
+    if options.objective == "cost" and free:
+        raise ConfigError(f"--objective cost: {free[0]} has no price; give it usd_per_hour in the cluster file")
     if isinstance(request, Workload):
         return plan(request, cluster, with_shared_training(request, options), progress)
+    cluster = cluster.with_memory_limit(request.lanes.memory_gib)
     workload = workload_of(request, cluster, facts_for(request, cluster))
     return plan(workload, cluster, options_for(request, options), progress)
 
@@ -159,14 +167,35 @@ def write_plan(
     content = result_as_dict(result)
     if isinstance(request, Recipe) and files.plan is not None:
         content["overlay"] = overlay(result.best, request, words[0])
+        _check_trainable(content["overlay"], words)
         write_atomically(files.plan, overlay_text(content["overlay"], result.best))
     if files.spec is not None:
         write_atomically(files.spec, yaml.safe_dump(spec_as_dict(result.best), sort_keys=False))
     return content
 
 
-def show_plans(console: Console, result: PlanResult, words: list[str], files: PlanFiles) -> None:
-    """Prints the plans, the reasons, the proven gap, caveats, and the commands that use the best plan."""
+def _check_trainable(planned: dict[str, Any], words: list[str]) -> None:
+    """Raises ConfigError if the recipe cannot be trained with the plan."""
+    plan_file = parse_model(PlanFile, planned)
+    replaced = replaced_by(plan_file, words[1:])
+    own = [word for word in words[1:] if word not in replaced]
+    try:
+        read_recipe(words[0], overrides_of(plan_file, own), without_prompts=True)
+    except ConfigError as error:
+        raise ConfigError(f"the best plan does not suit the recipe: {error}") from None
+
+
+def show_plans(
+    console: Console,
+    result: PlanResult,
+    words: list[str],
+    files: PlanFiles,
+    planned: dict[str, Any] | None = None,
+) -> None:
+    """Prints the plans, the reasons, the proven gap, caveats, and the commands that use the best plan.
+
+    `planned` is the content of the plan file.
+    """
     console.print(plans_table(result.plans, result.colocated))
     for reason in plan_reasons(result.plans):
         console.print(reason, highlight=False)
@@ -185,13 +214,16 @@ def show_plans(console: Console, result: PlanResult, words: list[str], files: Pl
             highlight=False,
         )
     if files.plan is not None:
-        _show_plan_file(console, result, words, files.plan)
+        replaced = [] if planned is None else replaced_by(parse_model(PlanFile, planned), words[1:])
+        _show_plan_file(console, result, words, files.plan, replaced)
     if files.spec is not None:
         hint = f"look at it with: digenrl simulate {files.spec}"
         console.print(f"SPEC of the first plan: {files.spec}  ({hint})", soft_wrap=True)
 
 
-def _show_plan_file(console: Console, result: PlanResult, words: list[str], path: Path) -> None:
+def _show_plan_file(
+    console: Console, result: PlanResult, words: list[str], path: Path, replaced: list[str]
+) -> None:
     if not result.workload.reward_seconds:
         console.print("Scoring counts as free: no pool of the cluster gives measured.score_seconds.", style="dim")
     stale = result.best.spec.policy.stale_fraction
@@ -201,7 +233,10 @@ def _show_plan_file(console: Console, result: PlanResult, words: list[str], path
             "which changes the numerics; --on-policy plans without stale samples.",
             highlight=False,
         )
-    command = shlex.join(["digenrl", "train", *words, "--plan", str(path)])
+    if replaced:
+        console.print(f"The plan has its own values for {', '.join(replaced)}.", highlight=False)
+    own = [word for word in words if word not in replaced]
+    command = shlex.join(["digenrl", "train", *own, "--plan", str(path)])
     console.print(f"The first plan: {path}  (start it with: {command})", soft_wrap=True, highlight=False)
 
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from digenrl.config.limits import Lanes
 from digenrl.config.reading import Frozen
 
 Count = Annotated[int, Field(ge=1)]
+
+
+# Lanes are named after their pool, with a number; so are these.
+TAKEN_NAMES = ("reward", "helper", "trainer", "encoder", "device")
+
+
+def _is_free(name: str) -> str:
+    if name in TAKEN_NAMES:
+        raise ValueError(f"'{name}' is the name of other lanes; choose another one")
+    return name
 
 
 class GeneratorPool(Frozen):
@@ -19,7 +29,7 @@ class GeneratorPool(Frozen):
     is the default. A lane takes fewer if its group has fewer left, still in multiples of the run's slice size.
     """
 
-    name: str = "generator"
+    name: Annotated[str, AfterValidator(_is_free)] = "generator"
     count: Lanes = 1
     slice: Count | None = None
 

@@ -88,10 +88,21 @@ def read_plan(path: Path) -> PlanFile:
 def overrides_of(plan: PlanFile, given: Sequence[str]) -> list[str]:
     """The plan as overrides of its recipe, then the user's own overrides, which take precedence."""
     keys_given = {text.partition("=")[0].strip() for text in given}
+    planned = _planned(plan).items()
+    return [f"{key}={_flow_yaml(value)}" for key, value in planned if key not in keys_given] + [*given]
+
+
+def replaced_by(plan: PlanFile, given: Sequence[str]) -> list[str]:
+    """Those of the user's overrides for which the plan has values of its own."""
+    return [text for text in given if text.partition("=")[0].strip() in _planned(plan)]
+
+
+def _planned(plan: PlanFile) -> dict[str, Any]:
+    """The plan's values by the recipe's keys."""
     planned: dict[str, Any] = {"mode": plan.mode}
     for section in SECTIONS:
         planned |= {f"{section}.{key}": value for key, value in getattr(plan, section).items()}
-    return [f"{key}={_flow_yaml(value)}" for key, value in planned.items() if key not in keys_given] + [*given]
+    return planned
 
 
 def check_planned_for(recipe: Recipe, plan: PlanFile, path: Path) -> None:

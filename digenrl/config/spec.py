@@ -36,8 +36,9 @@ def _exact(value: Any) -> Any:
 
 
 Number = Annotated[Decimal, BeforeValidator(_exact)]
-Duration = Annotated[Number, Field(ge=0)]
-PositiveDuration = Annotated[Number, Field(gt=0)]
+LONGEST_S = Decimal(10**7)  # of one job: about four months
+Duration = Annotated[Number, Field(ge=0, le=LONGEST_S)]
+PositiveDuration = Annotated[Number, Field(gt=0, le=LONGEST_S)]
 CountOrNone = Annotated[int, Field(ge=0)]
 SliceTable = Annotated[dict[Annotated[Count, BeforeValidator(_number)], PositiveDuration], Field(min_length=1)]
 

@@ -235,7 +235,8 @@ def network_bytes_s(pool: CardPool) -> float:
 def _phases(work: ForwardWork, card: Card, base: BasePrecision) -> tuple[float, float, float]:
     """The time of one row's matrix products, attention and element-wise work."""
     rate = card.bf16_tflops * TERA
-    matmul_share = CONSTANTS.matmul_share * (CONSTANTS.fp8_matmul_speedup if base == "fp8" else 1.0)
+    in_fp8 = base == "fp8" and card.fp8
+    matmul_share = CONSTANTS.matmul_share * (CONSTANTS.fp8_matmul_speedup if in_fp8 else 1.0)
     attention_share = CONSTANTS.attention_share
     if work.masked_attention:
         attention_share = CONSTANTS.masked_attention_share

@@ -9,6 +9,7 @@ from itertools import product
 from math import ceil
 from typing import Literal
 
+from digenrl.config.recipes.base_precision import UNQUANTIZED
 from digenrl.planning.costs import TrainerLayout, commit_seconds, unit_seconds
 from digenrl.planning.facts.cluster import CardPool
 from digenrl.planning.facts.workload import Workload
@@ -189,7 +190,7 @@ def _trainers(
     packs: tuple[int, ...] = (1,)
     if capabilities.packed:
         packs = _pack_sizes(workload, cards // together, samples_per_unit, capabilities.largest_pack)
-    shard_sizes = _shard_sizes(workload, pool, cards, capabilities)
+    shard_sizes = possible_shards(workload, pool, cards, capabilities)
     for shard_cards, checkpointing, pack in product(shard_sizes, capabilities.checkpointing, packs):
         yield TrainerLayout(pool, cards, shard_cards, pack, checkpointing, capabilities.packed, together)
 
@@ -228,10 +229,12 @@ def lane_sizes(workload: Workload, generator: GeneratorLayout) -> tuple[int, ...
     )
 
 
-def _shard_sizes(workload: Workload, pool: CardPool, cards: int, capabilities: Capabilities) -> tuple[int, ...]:
+def possible_shards(workload: Workload, pool: CardPool, cards: int, capabilities: Capabilities) -> tuple[int, ...]:
     """A copy of the weights per card, per full node, or over all cards."""
     if capabilities.shards == "as_trained" and workload.tuning == "full":
         return (cards,)
+    if workload.base != UNQUANTIZED:  # quantized weights cannot be sharded
+        return (1,)
     sizes = {1, cards}
     if cards % pool.per_node == 0 and capabilities.shards == "any":
         sizes.add(pool.per_node)

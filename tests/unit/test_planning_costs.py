@@ -181,6 +181,9 @@ def test_an_fp8_base_is_as_much_faster_as_measured_on_an_h200(model):
     replay = training_pass_seconds(bf16, card, 8, False) / training_pass_seconds(fp8, card, 8, False)
     measured = {"flux": (1.55, 1.60), "qwen": (1.46, 1.49)}[model]  # docs/benchmarks.md
     assert (forward, replay) == pytest.approx(measured, rel=0.09)
+    assert forward_seconds(fp8, find_card("A100"), 8) == forward_seconds(bf16, find_card("A100"), 8), (
+        "no fp8 units"
+    )
     generates = bf16.model_copy(update={"generating_base": "fp8"})
     assert forward_seconds(generates, card, 8) == forward_seconds(fp8, card, 8)
     assert training_pass_seconds(generates, card, 8, False) == training_pass_seconds(bf16, card, 8, False)

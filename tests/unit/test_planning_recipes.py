@@ -14,7 +14,7 @@ import yaml
 from rich.console import Console
 
 from digenrl.commands.plan import PlanFiles, facts_for, search_plans, show_plans
-from digenrl.config.plan_files import PlanFile, check_planned_for, overrides_of, read_plan
+from digenrl.config.plan_files import PlanFile, check_planned_for, overrides_of, read_plan, replaced_by
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipes.files import read_recipe
 from digenrl.config.recipes.recipe import AlgorithmChoice, Recipe
@@ -24,7 +24,7 @@ from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.facts.cluster import CardPool, Cluster, read_cluster
 from digenrl.planning.facts.recipe_workload import catalogue_model, options_for, workload_of
 from digenrl.planning.facts.workload import Workload, workload_for
-from digenrl.planning.layout import best_trainer
+from digenrl.planning.layout import Capabilities, best_trainer, possible_shards
 from digenrl.planning.memory import generator_memory
 from digenrl.planning.results.plan_overlay import overlay, overlay_text
 from digenrl.planning.results.plan_tables import result_as_dict, trainer_words
@@ -274,6 +274,12 @@ def test_overrides_take_precedence_over_a_plan(demo_plan: Plan):
     assert over.cluster.address == "local" and over.cluster.generators
 
 
+def test_the_printed_command_leaves_out_what_the_plan_decides(demo_plan: Plan):
+    plan = plan_file(demo_plan, recipe_of("demo"), "demo")
+    words = ["seed=3", "techniques.tcss=0.125", "mode=colocated", "batch.slice=3"]
+    assert replaced_by(plan, words) == words[1:]
+
+
 def test_the_prediction_is_in_the_plan_file_but_not_in_the_recipe(demo_plan: Plan):
     plan = plan_file(demo_plan, recipe_of("demo"), "demo")
     assert plan.plan.predicted.samples_per_second == pytest.approx(demo_plan.samples_per_second, rel=1e-3)
@@ -313,6 +319,34 @@ def test_pools_whose_machines_are_not_specified_are_an_error(demo_plan: Plan):
     found = best(recipe, Cluster(pools=tuple(pools)), ranks=2)
     with pytest.raises(ConfigError, match="machines"):
         overlay(found, recipe, "demo")
+    alike = Cluster(pools=tuple(pool.model_copy(update={"labels": {"in": "rack 1"}}) for pool in pools))
+    with pytest.raises(ConfigError, match=r"the same keys select the machines of both pools"):
+        overlay(best(recipe, alike, ranks=2), recipe, "demo")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "objective", "complaint"),
+    [
+        (("training.stages=auto", "lanes.ranks=2"), "throughput", r"^training.stages: .*leave it out to plan"),
+        (("training.lora=null", "training.offload=true"), "throughput", r"^training.offload: .*set it to auto"),
+        ((), "cost", r"^--objective cost: .* has no price; give it usd_per_hour"),
+    ],
+)
+def test_what_plans_do_not_cover_is_an_error(overrides: tuple[str, ...], objective: Any, complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        search_plans(recipe_of("demo", *overrides), MEASURED, PlanOptions(objective=objective))
+
+
+def test_plans_keep_to_limits_of_the_recipe():
+    recipe = recipe_of("qwen_image_24gb", "lanes.memory_gib=18")
+    found = best(recipe, read_cluster(EXAMPLES / "cluster_small.yaml"))
+    assert found.trainer_memory is not None and found.trainer_memory.available_gib == pytest.approx(18)
+    pools = parse_model(Cluster, {"pools": [{"card": "RTX 4090", "nodes": 1, "per_node": 8}]})
+    quantized = known_workload(recipe_of("qwen_image_24gb"), pools)
+    assert possible_shards(quantized, pools.pools[0], 8, Capabilities()) == (1,), "the runtime cannot shard them"
+    groups = "rewards={name: function, target: 'own:score', scores: groups}"
+    whole = known_workload(recipe_of("sd3_flow_grpo", groups, "batch.slice=24"), pools)
+    assert whole.slice_sizes() == (whole.samples_per_prompt,)
 
 
 def test_a_single_machine_can_be_planned():

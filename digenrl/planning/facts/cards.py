@@ -17,7 +17,10 @@ Positive = Annotated[float, Field(gt=0)]
 
 
 class Card(Frozen):
-    """A card as described by its data sheet; link rates are per direction. A cluster file can define its own."""
+    """A card as described by its data sheet; link rates are per direction. A cluster file can define its own.
+
+    `fp8`: whether it has units for products in fp8.
+    """
 
     name: str
     aliases: tuple[str, ...] = ()
@@ -28,6 +31,7 @@ class Card(Frozen):
     host_gb_s: Positive
     card_link_gb_s: Positive
     usd_per_hour: Annotated[float, Field(ge=0)] = 0.0
+    fp8: bool = True
     described: bool = True
 
 

@@ -12,10 +12,12 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from digenrl.config.profiles import Profile, find_profile, read_profile
 from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping
 from digenrl.planning.facts.cards import Card, Positive, find_card, known_cards, undescribed_card
+from digenrl.planning.facts.constants import CONSTANTS
 from digenrl.planning.facts.model_facts import Whole
 from digenrl.planning.sites.groups import SiteLink, check_sites
 
 Seconds = Annotated[float, Field(ge=0)]
+MOST_CARDS = 16_384
 
 
 class Measured(Frozen):
@@ -170,8 +172,21 @@ class Cluster(Frozen):
             raise ValueError(
                 f"pools: '{twice}' is used twice; put its nodes in one pool, or give each pool a unique name"
             )
+        if self.cards > MOST_CARDS:
+            raise ValueError(f"pools: {self.cards:,} cards in all; plans are for up to {MOST_CARDS:,}")
         check_sites({pool.name: pool.site for pool in self.pools}, self.sites)
         return self
+
+    def with_memory_limit(self, gib: float | None) -> Cluster:
+        """The cluster if no worker may use more than this on a card."""
+        if gib is None:
+            return self
+        card_gib = gib / (1 - CONSTANTS.memory_headroom)  # of which plans use all but the headroom
+        pools = []
+        for pool in self.pools:
+            card = pool.card.model_copy(update={"memory_gib": min(card_gib, pool.card.memory_gib)})
+            pools.append(pool.model_copy(update={"card": card}))
+        return self.model_copy(update={"pools": tuple(pools)})
 
     @property
     def cards(self) -> int:

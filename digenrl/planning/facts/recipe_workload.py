@@ -52,6 +52,7 @@ def workload_of(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None) -> W
         "guidance": _guided(recipe.model.guidance),
         "pairs": recipe.trains_on_pairs,
         "reward_lanes": rewards if isinstance(rewards, int) else len(rewards),
+        "whole_groups": any(reward.needs_whole_groups for reward in recipe.rewards),
         "reward_seconds": max((pool.measured.score_seconds or 0.0 for pool in cluster.pools), default=0.0),
     }
     return parse_model(Workload, {**settings, **_training(recipe), **model})
@@ -67,6 +68,13 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
     """
     techniques, training, together = recipe.techniques, recipe.training, recipe.lanes.cards_per_replica
     _check_cards_per_sample(recipe, base.ranks)
+    if training.stages is not None:
+        raise ConfigError(
+            "training.stages: plans have no trainer in stages; leave it out to plan. With sites in the cluster "
+            "file, plan compares stages with other places of the trainer"
+        )
+    if training.lora is None and training.offload is True:
+        raise ConfigError("training.offload: true, but plans shard all weights over ranks; set it to auto to plan")
     helps = techniques.tag != "none" and techniques.assist != "none" and together == 1
     job_samples, why_dedicated = _shared_training(recipe, base.ranks)
     checkpointing = training.gradient_checkpointing

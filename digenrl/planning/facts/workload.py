@@ -63,6 +63,7 @@ class Workload(Frozen):
     compiled: bool = False
     reward_lanes: WholeOrZero = 0
     reward_seconds: Annotated[float, Field(ge=0)] = 0.0
+    whole_groups: bool = False
 
     @model_validator(mode="after")
     def _sample_size_fits_the_model(self) -> Workload:
@@ -173,8 +174,11 @@ class Workload(Frozen):
         return float(self.trained_parameters * (BYTES_BF16 if self.published_in_bf16 else BYTES_FP32))
 
     def slice_sizes(self) -> tuple[int, ...]:
-        """Every slice size that cuts a group into equal slices, in ascending order."""
-        return slice_sizes(self.samples_per_prompt)
+        """Every slice size that cuts a group into equal slices, in ascending order.
+
+        Only the group itself, if a reward compares all samples of a group (`whole_groups`).
+        """
+        return (self.samples_per_prompt,) if self.whole_groups else slice_sizes(self.samples_per_prompt)
 
 
 WORKLOAD_KEYS = [key for key in Workload.model_fields if key not in ("model", "model_facts", "held_out_size")]

@@ -164,6 +164,9 @@ def _card_seconds(plan: Plan) -> float:
 
 
 def _gathering_s(plan: Plan) -> float:
+    """The time in which gradients are added up; in that of a colocated step, weights are also updated."""
+    if plan.kind == "colocated":
+        return float(plan.spec.trainer.commit)
     return float(plan.spec.trainer.reduce) if plan.kind == "both directions" else 0.0
 
 

@@ -15,14 +15,23 @@ from digenrl.planning.results.plans import Plan
 
 
 def overlay(plan: Plan, recipe: Recipe, recipe_name: str) -> dict[str, Any]:
-    """The content of the plan file. Raises ConfigError if a pool's machines in a Ray cluster are not specified."""
+    """The content of the plan file.
+
+    Raises ConfigError if no key selects a pool's machines in a Ray cluster, or if a key selects those of two.
+    """
     trainer = plan.layout.trainer
-    pools = {trainer.pool, *(generator.pool for generator in plan.layout.generators)}
-    for pool in pools:
+    pools = list(dict.fromkeys((trainer.pool, *(generator.pool for generator in plan.layout.generators))))
+    for index, pool in enumerate(pools):
         if len(pools) > 1 and not pool.place:
             raise ConfigError(
                 f"{pool.name}: no key selects the machines of this pool in a Ray cluster; give it accelerator, "
                 "labels or resources in the cluster file"
+            )
+        alike = next((other for other in pools[:index] if other.place == pool.place), None)
+        if alike is not None:
+            raise ConfigError(
+                f"{alike.name} and {pool.name}: the same keys select the machines of both pools in a Ray cluster; "
+                "give them different labels or resources in the cluster file"
             )
     return {
         "plan": {

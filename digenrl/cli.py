@@ -397,6 +397,11 @@ def serve_reward_command(
     Scoring can then run on other machines, or with --env in an environment of its own.
     """
     settings = parse_rewards([_yaml(text) if text.startswith("{") else text for text in rewards])
+    whole = next((each.shown_as for each in settings if each.needs_whole_groups), None)
+    if whole is not None:
+        raise ConfigError(
+            f"'{whole}' compares the samples of a group, and a server gets parts of it; use it without a server"
+        )
     if (certificate is None) != (key is None):
         raise ConfigError("--certificate and --key: give both, or none of them")
     if environment is not None:

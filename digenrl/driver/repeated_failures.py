@@ -13,7 +13,7 @@ from digenrl.records import JobFailed, Quarantine
 logger = logging.getLogger(__name__)
 
 LIMIT = 5  # groups in a row with the same error
-_NUMBER = re.compile(r"\d+")
+_OWN_PARTS = re.compile(r"'[^']*'|\"[^\"]*\"|\d+|\s+")  # of one sample: numbers, and texts that are quoted
 
 
 class RepeatedFailures:
@@ -33,7 +33,7 @@ class RepeatedFailures:
 
     def quarantined(self, action: Quarantine) -> None:
         """A group failed. Raises RunGaveUpError if it is one of several in a row with the same error."""
-        error = _NUMBER.sub("#", action.reason)
+        error = _OWN_PARTS.sub("#", action.reason)
         self._in_a_row = self._in_a_row + 1 if error == self._last_error else 1
         self._last_error = error
         if self._in_a_row >= LIMIT:

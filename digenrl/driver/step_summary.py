@@ -14,6 +14,7 @@ AVERAGED = (
     *("gradient_norm", "ratio_mean", "clip_fraction", "kl", "log_prob_mismatch"),
     *("stale_weight", "stale_weight_capped", "preferred"),
 )
+SHOWN_OTHERWISE = {*AVERAGED, "ratio", "clipped"}  # measures of algorithms that have metrics of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,9 @@ def step_summary(
         known = [update[name] for update in updates if update.get(name) is not None]
         if known:
             values[name] = fmean(known)
+    measures = [update.get("measures", {}) for update in updates]
+    for name in sorted({name for each in measures for name in each} - SHOWN_OTHERWISE):
+        values[f"measure/{name}"] = fmean(each[name] for each in measures if name in each)
     ratios = [update["ratio_max"] for update in updates if update["ratio_max"] is not None]
     if ratios:
         values["ratio_max"] = max(ratios)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -121,10 +124,23 @@ def _from_record(index: int, record: dict[str, Any], settings: PromptSettings, w
     )
     pair = tuple(_paired_image(record, name, settings, where) for name in settings.pair_columns or ())
     others = (column, *settings.image_columns, *(settings.pair_columns or ()))
-    metadata = {key: value for key, value in record.items() if key not in others}
+    metadata = {key: _plain(value) for key, value in record.items() if key not in others}
     with errors_in(where):
         check_content(metadata)
     return Prompt(index, text, metadata, images, pair, where)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a parquet file as JSON has it: dates as text, decimals as numbers, and null instead of NaN."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal):
+        value = float(value)
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _paired_image(record: dict[str, Any], column: str, settings: PromptSettings, where: str) -> ImageSource:

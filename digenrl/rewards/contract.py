@@ -163,7 +163,7 @@ def check_pixels(label: str, pixels_BFCHW: Tensor) -> None:
 
 
 def checked(label: str, batch: RewardBatch, count: int) -> RewardBatch:
-    """The batch; raises RewardError unless it has exactly one finite number per sample everywhere."""
+    """The batch as plain numbers; raises RewardError unless it has one finite number per sample everywhere."""
     if len(batch.values) != count:
         raise RewardError(
             label, f"returned {len(batch.values)} scores for {count} samples; one per sample is needed"
@@ -172,7 +172,8 @@ def checked(label: str, batch: RewardBatch, count: int) -> RewardBatch:
         bad = tuple(index for index, number in enumerate(numbers) if not math.isfinite(number))
         if bad:
             raise RewardError(label, f"{name} is {numbers[bad[0]]}, not a finite number", bad)
-    return batch
+    parts = {name: tuple(map(float, part)) for name, part in batch.parts.items()}
+    return RewardBatch(tuple(map(float, batch.values)), parts)
 
 
 def _means(numbers: Sequence[float], counted: Sequence[bool], count: int) -> tuple[float, ...]:

@@ -109,10 +109,10 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
             f"model.negative_prompt: {family.name} has embedded guidance and takes none; leave it out"
         )
     family.check_text_tokens(recipe.model.text_tokens)
-    if recipe.sample.shift is not None and not family.model_class.takes_shift:
-        raise ConfigError(
-            f"sample.shift: {family.name} has fixed noise levels, got {recipe.sample.shift:g}; leave it out"
-        )
+    own_shift = None if recipe.evaluation is None else recipe.evaluation.shift
+    for key, shift in (("sample.shift", recipe.sample.shift), ("evaluation.shift", own_shift)):
+        if shift is not None and not family.model_class.takes_shift:
+            raise ConfigError(f"{key}: {family.name} has fixed noise levels, got {shift:g}; leave it out")
     if recipe.model.random:
         family.full_size(recipe.model.random_size)
     else:
@@ -176,6 +176,11 @@ def _check_noise(recipe: Recipe, window: Window, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"sample.last_step_noise: true, but steps outside a window of kind '{window.kind}' have no noise; "
             "set it to false, or sample.window to {kind: all}"
+        )
+    if recipe.sample.same_initial_noise and isinstance(window, EulerOnly) and not recipe.trains_on_pairs:
+        raise ConfigError(
+            f"sample.same_initial_noise: true, but {recipe.algorithm.name} adds no noise in any step: all samples "
+            "of a group would be equal; leave it out"
         )
     needs_densities = algorithm.settings.needs_densities
     if recipe.sample.noise.log_prob == "squared_error" and needs_densities is not None:

@@ -62,6 +62,11 @@ def test_logit_normal_levels_come_from_a_schedule_of_a_thousand(model_and_row):
     [
         (["sample.last_step_noise=true"], "sample.last_step_noise", "'fast'"),
         (
+            ["sample.same_initial_noise=true", "algorithm={name: diffusion_nft, options: {}}"],
+            "sample.same_initial_noise",
+            "all samples of a group would be equal",
+        ),
+        (
             ["sample.noise.log_prob=squared_error", "algorithm={name: grpo_guard}"],
             "sample.noise.log_prob",
             "grpo_guard",

@@ -246,7 +246,8 @@ def test_a_replacements_row_is_kept_with_its_step() -> None:
 def test_the_numbers_of_a_step_are_means_over_samples_and_updates() -> None:
     rewards = {SampleId(4, 0, index): value for index, value in enumerate([1.0, 2.0, 3.0, 6.0])}
     other = {"gradient_norm": 3.0, "ratio_max": 1.2, "pack_size": 2, "kl": 0.5, "memory_retries": 3}
-    updates = [UPDATE, UPDATE | other]
+    measures = [{"measures": {"kl": 0.5, "ratio": 1.0, "away": away}} for away in (1.0, 2.0)]
+    updates = [UPDATE | measures[0], UPDATE | other | measures[1]]
     numbers = step_summary(
         4, rewards, {"b": [1.0, 3.0], "a": [2.0, 2.0]}, updates, publish_bytes=77, publish_s=0.5
     )
@@ -265,6 +266,7 @@ def test_the_numbers_of_a_step_are_means_over_samples_and_updates() -> None:
         "clip_fraction": 0.25,
         "kl": 0.5,
         "log_prob_mismatch": 0.0,
+        "measure/away": 1.5,
         "memory_retries": 3,
         "zero_spread_groups": 2,
         "pack_size": 2,

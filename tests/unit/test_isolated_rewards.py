@@ -36,8 +36,8 @@ def moody(pixels: Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> Re
     if word == "compare":
         return RewardBatch(tuple(float(sum(image.sum() for image in one["source_images"])) for one in metadata))
     secret = float("DIGENRL_REWARD_TOKEN" in os.environ)
-    values = tuple(pixels.flatten(1).mean(dim=1).tolist())
-    return RewardBatch(values, {"secret": (secret,) * len(values)})
+    values = pixels.flatten(1).mean(dim=1)
+    return RewardBatch(values, {"secret": torch.tensor([secret] * len(values))})  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")

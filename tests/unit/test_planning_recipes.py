@@ -345,7 +345,7 @@ def test_plans_keep_to_limits_of_the_recipe():
     quantized = known_workload(recipe_of("qwen_image_24gb"), pools)
     assert possible_shards(quantized, pools.pools[0], 8, Capabilities()) == (1,), "the runtime cannot shard them"
     groups = "rewards={name: function, target: 'own:score', scores: groups}"
-    whole = known_workload(recipe_of("sd3_flow_grpo", groups, "batch.slice=24"), pools)
+    whole = known_workload(recipe_of("sd3_flow_grpo", groups, "batch.slice=24", "evaluation=null"), pools)
     assert whole.slice_sizes() == (whole.samples_per_prompt,)
 
 

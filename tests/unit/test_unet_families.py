@@ -109,6 +109,15 @@ def test_a_published_repository_loads_without_its_safety_checker(directory: Path
     assert torch.equal(found.sigmas, expected.sigmas) and torch.equal(found.timesteps, expected.timesteps)
 
 
+def test_there_are_as_many_levels_as_the_scheduler_was_trained_with(directory: Path) -> None:
+    """A schedule with an offset of one, as published, would end behind the last level."""
+    model = load(directory, "epsilon", steps_offset=1)
+    schedule = model.schedule(1000, SIZE)
+    assert schedule.timesteps.tolist() == list(range(999, -1, -1))
+    assert (schedule.sigmas.diff() < 0).all()
+    assert model.schedule(STEPS, SIZE).timesteps[-1] == 1, "other schedules keep their offset"
+
+
 def test_what_a_unet_cannot_do_is_refused_before_a_run(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="predicts 'sample'"):
         load(directory, "sample")
@@ -120,6 +129,9 @@ def test_what_a_unet_cannot_do_is_refused_before_a_run(directory: Path, tmp_path
         find_family("sd15").model_class(pipeline)
     with pytest.raises(ConfigError, match=r"sample\.shift.*fixed noise levels"):
         read_blueprint(read_recipe("sd15_ddpo", [f"model.source={directory}", "sample.shift=3"]))
+    held_out = "evaluation={prompts: {name: ocr_signs}, shift: 2}"
+    with pytest.raises(ConfigError, match=r"^evaluation\.shift.*fixed noise levels"):
+        read_blueprint(read_recipe("sd15_ddpo", [f"model.source={directory}", held_out]))
     with pytest.raises(ConfigError, match=r"model\.text_tokens.*fixed length"):
         read_blueprint(read_recipe("sd15_ddpo", [f"model.source={directory}", "model.text_tokens=50"]))
     (tmp_path / "model.safetensors").touch()

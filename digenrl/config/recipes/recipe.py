@@ -609,8 +609,8 @@ class Recipe(Frozen):
         if self.lanes.ranks > 1:
             why = f"both, where every card trains alone, but lanes.ranks is {self.lanes.ranks}"
             raise _conflict("techniques.assist", f"{why}; set it to 1 and add the other cards to lanes.generators")
-        several_updates = self.algorithm.options.get("updates_per_batch", 1) != 1
-        if self.topology.uses_ray and self.training.lora is None and several_updates:
+        trains_all_on_ray = self.topology.uses_ray and self.training.lora is None
+        if trains_all_on_ray and self.algorithm.settings().updates_per_batch > 1:
             why = "both, but in mode ray the gradients of all weights are too large to be sent after every update"
             raise _conflict("techniques.assist", f"{why}; train adapters (training.lora), or set it to trainer")
 

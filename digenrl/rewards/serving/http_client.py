@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import httpx
 
+from digenrl.config.reading import ConfigError, one_line
 from digenrl.config.rewards.table import ServerSettings
 from digenrl.rewards.serving.http_messages import check_token
 
@@ -31,11 +32,22 @@ def make_client(settings: ServerSettings, token: str, connections: int = 1) -> h
     return httpx.Client(
         headers=headers,
         timeout=settings.timeout_s,
-        verify=True if settings.ca_file is None else ssl.create_default_context(cafile=settings.ca_file),
+        verify=_accepted_certificates(settings),
         limits=httpx.Limits(max_connections=connections, max_keepalive_connections=connections),
         trust_env=False,
         follow_redirects=False,
     )
+
+
+def _accepted_certificates(settings: ServerSettings) -> ssl.SSLContext | bool:
+    """Those of the `ca_file`, or the usual ones. Raises ConfigError if the file cannot be used."""
+    if settings.ca_file is None:
+        return True
+    try:
+        return ssl.create_default_context(cafile=settings.ca_file)
+    except OSError as error:  # ssl.SSLError is one
+        where = f"reward '{settings.shown_as}': ca_file"
+        raise ConfigError(f"{where}: {settings.ca_file} has no certificates: {one_line(error)}") from None
 
 
 def post_with_retries(

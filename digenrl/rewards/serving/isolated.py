@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from digenrl.config.rewards.table import FunctionSettings
 from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, Reward, RewardBatch, RewardError
 
 START_TIMEOUT_S = 600.0  # imports and loads models
+EXIT_TIMEOUT_S = 1.0  # of a process that has closed its pipe
 SECRET = re.compile(r"(^|_)(TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?|KEY)(_|$)", re.IGNORECASE)
 _LENGTH = struct.Struct("<Q")
 
@@ -90,6 +91,8 @@ class IsolatedReward(Reward):
         try:
             yield
         except (OSError, EOFError, ValueError):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=EXIT_TIMEOUT_S)  # it may be ending with a code of its own
             process.kill()
             code = process.wait()
             why = f"took longer than {seconds:g} s" if expired.is_set() else f"its process ended with code {code}"

@@ -62,7 +62,10 @@ class UNetModel(PipelineModel):
         """The noise levels of DDIM's timesteps, and 0."""
         scheduler = self.pipeline_scheduler()
         scheduler.set_timesteps(steps)
-        signal_N = scheduler.alphas_cumprod[scheduler.timesteps].double()
+        # With `steps_offset`, as many steps as there are levels would end one behind the last.
+        behind = int(scheduler.timesteps.max()) + 1 - len(scheduler.alphas_cumprod)
+        timesteps_N = scheduler.timesteps - max(0, behind)
+        signal_N = scheduler.alphas_cumprod[timesteps_N].double()
         a_N, b_N = signal_N.sqrt(), (1 - signal_N).sqrt()
         if self._predicts == "epsilon" and a_N[0] == 0:
             raise ConfigError(
@@ -72,7 +75,7 @@ class UNetModel(PipelineModel):
         sigmas = torch.cat([b_N / (a_N + b_N), torch.zeros(1)])
         return Schedule(
             sigmas=sigmas.float(),
-            timesteps=scheduler.timesteps.float(),
+            timesteps=timesteps_N.float(),
             noise_scale=float(1 / (a_N[0] + b_N[0])),
         )
 

@@ -23,6 +23,7 @@ from digenrl.run_folder.folder import RunFolder
 from digenrl.training.checkpoint.atomic_folders import written_atomically
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.checkpoint.export import export_merged, export_transformer, weights_to_export
+from digenrl.training.trainer_state import TrainerState
 from digenrl.worker.blueprint import (
     Blueprint,
     load_for_merging,
@@ -47,6 +48,7 @@ class WrittenExport:
     checkpoint: str
     weights: Literal["trained", "moving average"]
     loading: tuple[str, ...]
+    remark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,18 @@ def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -
         checkpoint=path.name,
         weights="trained" if state.average is None else "moving average",
         loading=_LOADING[form](request, target),
+        remark=_remark(folder, state),
+    )
+
+
+def _remark(folder: RunFolder, state: TrainerState) -> str:
+    """What the user should know about the exported weights."""
+    ema = folder.recipe.training.ema
+    if state.average is None or ema is None or state.updates_done >= ema.every_updates:
+        return ""
+    return (
+        f"the moving average follows every {ema.every_updates} updates (training.ema.every_updates), and only "
+        f"{state.updates_done} are done: these are the initial weights"
     )
 
 
@@ -107,6 +121,8 @@ def print_export(exported: WrittenExport) -> None:
     """Prints where the files are, and how to use them."""
     out.print(f"{exported.checkpoint} ({exported.weights}) for {exported.format}", highlight=False)
     print_written(Path(exported.folder))
+    if exported.remark:
+        out.print(exported.remark, markup=False, highlight=False, soft_wrap=True)
     for line in exported.loading:
         out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
 

@@ -6,6 +6,7 @@ A loaded model is a `DiffusionModel`; see `digenrl.models.contract`.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,7 @@ from digenrl.models.quantized.replacing import (
     quantize_transformer,
 )
 
+ONE_OF_TWO = re.compile(r"(high|low)[-_]?noise", re.IGNORECASE)  # in names of files with one of two transformers
 SIZE_TOLERANCE = 0.15  # of the number of parameters: files also hold tables of positions
 CPU = torch.device("cpu")
 AS_PUBLISHED = BaseWeights()
@@ -237,6 +239,8 @@ class Family:
             )
         if source.file is None or source.base is not None:
             return source
+        if self.model_class.may_have_experts and ONE_OF_TWO.search(source.file.name):
+            raise ConfigError(f"{source}: is one of two transformers; give a folder or hub id with both")
         count = sum(tensor.elements for tensor in check_single_file(source.file).values()) / 1e9
         sizes = {name: size for name, size in self.sizes.items() if size.hub_id is not None}
         near = [size for size in sizes.values() if abs(size.billions - count) <= SIZE_TOLERANCE * size.billions]

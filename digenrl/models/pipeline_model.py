@@ -30,6 +30,8 @@ from digenrl.models.quantized.layers import QuantizedLinear
 
 logger = logging.getLogger(__name__)
 TRAINED_TIMESTEPS = 1000  # num_train_timesteps of all schedulers
+HIGHEST_LEVEL = 1.001  # solvers round
+UNEVEN_LEVELS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas")  # settings of schedulers
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class PipelineModel(DiffusionModel):
                 component.requires_grad_(False).eval()
         if self.transformer is not None:  # None if only the text encoders are loaded
             self.transformer.eval()
+            self.check_denoising()
         prepare_attention()
 
     @classmethod
@@ -94,6 +97,21 @@ class PipelineModel(DiffusionModel):
     @classmethod
     def check_index(cls, index: Mapping[str, Any]) -> None:
         """Raises ConfigError if the family does not take a pipeline with this `model_index.json`."""
+
+    def check_denoising(self) -> None:
+        """Raises ConfigError if the pipeline's scheduler or transformer is of a kind that is not supported."""
+        scheduler = self.pipeline.scheduler
+        name, config = type(scheduler).__name__, scheduler.config
+        if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+            if config.get("invert_sigmas"):
+                raise ConfigError(
+                    f"{self.family}: {name} with `invert_sigmas`, from data to noise, is not supported"
+                )
+        elif not config.get("use_flow_sigmas") or config.get("prediction_type") != "flow_prediction":
+            raise ConfigError(
+                f"{self.family}: the pipeline's {name} has no noise levels of a flow (`use_flow_sigmas` and "
+                "`prediction_type: flow_prediction`); save the pipeline with a FlowMatchEulerDiscreteScheduler"
+            )
 
     def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
         """Arguments with which the diffusers pipeline samples as this model does with this guidance.
@@ -269,8 +287,19 @@ class PipelineModel(DiffusionModel):
         return scheduler if isinstance(scheduler, FlowMatchEulerDiscreteScheduler) else EulerSteps(scheduler)
 
     def shifted_schedule(self, steps: int, shift: float) -> Schedule:
-        scheduler = self.fresh_scheduler(shift=shift, use_dynamic_shifting=False, shift_terminal=None)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps))
+        """Even levels with this shift, or those of a solver for flows, such as UniPC."""
+        scheduler = self.pipeline.scheduler
+        if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
+            even = {"use_dynamic_shifting": False, "shift_terminal": None, **dict.fromkeys(UNEVEN_LEVELS, False)}
+            scheduler = self.fresh_scheduler(shift=shift, **even)
+            scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps))
+        elif "flow_shift" in scheduler.config:
+            scheduler = self.fresh_scheduler(flow_shift=shift)
+            scheduler.set_timesteps(steps)
+        else:
+            raise ConfigError(
+                f"sample.shift: the pipeline's {type(scheduler).__name__} has no `flow_shift`; leave it out"
+            )
         return schedule_of(scheduler)
 
 
@@ -299,7 +328,17 @@ class EulerSteps:
 
 
 def schedule_of(scheduler: Any) -> Schedule:
-    """The schedule of a diffusers scheduler after `set_timesteps`, in fp32 on the CPU."""
+    """The schedule of a diffusers scheduler after `set_timesteps`, in fp32 on the CPU.
+
+    Raises ConfigError unless its noise levels decrease, with one more than there are steps.
+    """
+    levels = scheduler.sigmas
+    decreases = bool((levels.diff() < 0).all()) and float(levels[-1]) >= 0 and float(levels[0]) <= HIGHEST_LEVEL
+    if not decreases or len(levels) != len(scheduler.timesteps) + 1:
+        raise ConfigError(
+            f"model.source: the noise levels of its {type(scheduler).__name__} do not decrease from 1 to 0 in the "
+            "steps asked for; save the pipeline with a FlowMatchEulerDiscreteScheduler"
+        )
     return Schedule(
         sigmas=scheduler.sigmas.detach().to(device="cpu", dtype=torch.float32).clone(),
         timesteps=scheduler.timesteps.detach().to(device="cpu", dtype=torch.float32).clone(),

@@ -93,7 +93,12 @@ class Blueprint:
 
 
 def _schedule(model: DiffusionModel, steps: int, size: SampleSize, shift: float | None) -> Schedule:
-    return model.schedule(steps, size) if shift is None else model.shifted_schedule(steps, shift)
+    try:
+        return model.schedule(steps, size) if shift is None else model.shifted_schedule(steps, shift)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AssertionError) as error:  # as diffusers refuses settings
+        raise ConfigError(f"model.source: its scheduler cannot be used: {one_line(error)}") from error
 
 
 def read_blueprint(recipe: Recipe) -> Blueprint:

@@ -17,7 +17,7 @@ from torch import nn
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.loading.hub import HubUnreachableError
-from digenrl.models.loading.sources import ModelSource, check_source
+from digenrl.models.loading.sources import ModelSource, check_one_transformer, check_source, weight_files
 from digenrl.models.registry import find_family, naming_families
 from digenrl.testing.tiny_models import make_tiny_pipeline
 
@@ -109,6 +109,22 @@ def test_missing_damaged_and_pickled_weights_are_refused_before_anything_is_read
     assert "tokenizer_3 has no vocabulary" in refusal(folder)
 
 
+def test_shards_are_read_if_they_have_an_index_else_the_whole_file(folder: Path) -> None:
+    name = "transformer/diffusion_pytorch_model"
+    shard, whole = f"{name}-00001-of-00001.safetensors", folder / TRANSFORMER
+    shutil.copy(whole, folder / shard)
+    read = lambda: {each for each in weight_files(SD3.pipeline_class, ModelSource(str(folder))) if name in each}  # noqa: E731
+    assert read() == {TRANSFORMER}
+    (folder / f"{name}.safetensors.index.json").write_text("{}")
+    assert read() == {shard}
+
+
+def test_quantized_folders_are_refused(folder: Path) -> None:
+    path = folder / "transformer" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {}}))
+    assert "transformer has quantized weights" in refusal(folder)
+
+
 def test_the_error_about_another_class_names_the_family_that_takes_it(folders: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.family=sd3"), naming_families(find_family("flux")):
         find_family("flux").load(folders / "sd3")
@@ -182,6 +198,12 @@ def test_the_base_of_a_single_file_is_the_published_pipeline_of_its_size(tmp_pat
         file.write(len(header).to_bytes(8, "little") + header.encode())
         file.truncate(8 + len(header) + 2 * elements)  # a sparse file
     assert find_family("wan").with_base(path).base == "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+    with pytest.raises(ConfigError, match="one of two transformers"):
+        find_family("wan").with_base(path.rename(tmp_path / "wan2.2_t2v_low_noise_14B.safetensors"))
+    path = tmp_path / "wan2.2_t2v_low_noise_14B.safetensors"
+    two = ModelSource(str(path), base="owner/A14B")
+    with pytest.raises(ConfigError, match="owner/A14B has two transformers"):
+        check_one_transformer(two, {"boundary_ratio": 0.875})
     with pytest.raises(ConfigError, match=r"3\.5-large 8\.06 billion.*model\.base_source"):
         SD3.with_base(path)
 

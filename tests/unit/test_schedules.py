@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
-from diffusers import EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers import (
+    EulerDiscreteScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import DiffusionModel, SampleSize
+from digenrl.models.pipeline_model import schedule_of
 from digenrl.models.registry import find_family
 
 KNOWN = {
@@ -102,6 +109,37 @@ def test_a_given_shift_is_followed_by_other_schedulers_of_wan_or_refused() -> No
     model.pipeline.scheduler = EulerDiscreteScheduler()
     with pytest.raises(ConfigError, match=r"sample\.shift: .*EulerDiscreteScheduler has no `flow_shift`"):
         model.shifted_schedule(4, 8.0)
+
+
+def test_a_given_shift_is_followed_by_a_solver_for_flows() -> None:
+    model = find_family("sd3").build_full(torch.bfloat16, "meta")
+    flows = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+    model.pipeline.scheduler = UniPCMultistepScheduler(**flows)
+    two, nine = (model.shifted_schedule(4, shift).sigmas for shift in (2.0, 9.0))
+    assert (nine[1:-1] > two[1:-1]).all()
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "reason"),
+    [
+        (EulerDiscreteScheduler(), "EulerDiscreteScheduler has no noise levels of a flow"),
+        (UniPCMultistepScheduler(), "UniPCMultistepScheduler has no noise levels of a flow"),
+        (FlowMatchHeunDiscreteScheduler(), "FlowMatchHeunDiscreteScheduler has no noise levels of a flow"),
+        (FlowMatchEulerDiscreteScheduler(invert_sigmas=True), "invert_sigmas"),
+    ],
+)
+def test_schedulers_with_other_noise_levels_are_refused(scheduler: Any, reason: str) -> None:
+    pipeline = find_family("sd3").build_full(torch.bfloat16, "meta").pipeline
+    pipeline.scheduler = scheduler
+    with pytest.raises(ConfigError, match=reason):
+        find_family("sd3").model_class(pipeline)
+
+
+def test_levels_that_do_not_decrease_are_refused() -> None:
+    scheduler = FlowMatchHeunDiscreteScheduler()
+    scheduler.set_timesteps(4)
+    with pytest.raises(ConfigError, match="do not decrease from 1 to 0"):
+        schedule_of(scheduler)
 
 
 @pytest.mark.parametrize("family", KNOWN)

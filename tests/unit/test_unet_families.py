@@ -124,6 +124,9 @@ def test_what_a_unet_cannot_do_is_refused_before_a_run(directory: Path, tmp_path
     with pytest.raises(ConfigError, match=r"rescale_betas_zero_snr.*timestep_spacing"):
         load(directory, "epsilon", **ZERO_SNR).schedule(STEPS, SIZE)
     pipeline = find_family("sd15").load(directory).pipeline
+    pipeline.unet.register_to_config(time_cond_proj_dim=256)
+    with pytest.raises(ConfigError, match=r"guidance as an input.*LCM"):
+        find_family("sd15").model_class(pipeline)
     pipeline.scheduler = EDMDPMSolverMultistepScheduler()
     with pytest.raises(ConfigError, match=r"EDMDPMSolverMultistepScheduler has no `beta_schedule`"):
         find_family("sd15").model_class(pipeline)

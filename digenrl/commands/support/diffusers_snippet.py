@@ -19,7 +19,9 @@ def diffusers_snippet(folder: RunFolder, family: Family) -> tuple[str, ...]:
     transformer = family.full_size().transformer.cls.__name__
     dtype = "" if folder.recipe.model.dtype == "float32" else f", dtype=torch.{folder.recipe.model.dtype}"
     imports_torch = ("import torch",) if dtype else ()
-    where = _pipeline_arguments(source.pipeline)
+    if source.pipeline.kind == "hub" and source.pipeline.within:
+        imports_torch = (*imports_torch, "from huggingface_hub import snapshot_download")
+    where = pipeline_arguments(source.pipeline)
     if folder.lora.is_dir():
         from_file = (
             f'transformer = {transformer}.from_single_file("{source}", config="{source.base}", '
@@ -55,8 +57,12 @@ def _parts_in(folder: Path) -> list[str]:
     return [part for part in EXPERTS["both"] if (folder / diffusers_file(part)).is_file()]
 
 
-def _pipeline_arguments(source: ModelSource) -> str:
+def pipeline_arguments(source: ModelSource) -> str:
     """The arguments of `from_pretrained` that name the pipeline; diffusers takes a subfolder of a folder only."""
+    if source.kind == "hub" and source.within:
+        revision = f', revision="{source.revision}"' if source.revision else ""
+        folder = f'snapshot_download("{source.location}"{revision}) + "/{source.within.rstrip("/")}"'
+        return folder + (f', variant="{source.variant}"' if source.variant else "")
     given = {"revision": source.revision if source.kind == "hub" else None, "variant": source.variant}
     location = source.location if source.kind == "hub" else str(Path(source.location, source.within))
     return ", ".join([f'"{location}"', *(f'{key}="{value}"' for key, value in given.items() if value)])

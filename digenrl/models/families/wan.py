@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 from diffusers import (
     AutoencoderKLWan,
-    FlowMatchEulerDiscreteScheduler,
     UniPCMultistepScheduler,
     WanPipeline,
     WanTransformer3DModel,
@@ -80,19 +79,6 @@ class WanModel(PipelineModel):
         no density to score.
         """
         scheduler = self.fresh_scheduler()
-        scheduler.set_timesteps(steps)
-        return schedule_of(scheduler)
-
-    def shifted_schedule(self, steps: int, shift: float) -> Schedule:
-        """UniPC's sigmas with this shift; its spacing is even to within .001."""
-        scheduler = self.pipeline.scheduler
-        if isinstance(scheduler, FlowMatchEulerDiscreteScheduler):
-            return super().shifted_schedule(steps, shift)
-        if "flow_shift" not in scheduler.config:
-            raise ConfigError(
-                f"sample.shift: the pipeline's {type(scheduler).__name__} has no `flow_shift`; leave it out"
-            )
-        scheduler = self.fresh_scheduler(flow_shift=shift)
         scheduler.set_timesteps(steps)
         return schedule_of(scheduler)
 

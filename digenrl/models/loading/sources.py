@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, read_mapping
 from digenrl.models.loading.hub import HubRepository
 from digenrl.models.loading.weight_files import (
     INDEX_NAME,
@@ -129,6 +129,7 @@ def check_source(pipeline_class: type[Any], source: str | Path | ModelSource) ->
     pipeline = source.pipeline
     if pipeline.kind == "folder":
         without = () if source.file is None else ("transformer",)
+        check_one_transformer(source, check_class(pipeline_class, pipeline))
         folder = Path(pipeline.location, pipeline.within)
         for name in _files_in(folder, pipeline, pipeline_class, without):
             if name.endswith(SINGLE_FILE):
@@ -146,6 +147,14 @@ def fetch_index(source: ModelSource) -> tuple[dict[str, Any], Path]:
     if path is None or not path.is_file():
         raise ConfigError(f"{_named(pipeline)}: not a diffusers pipeline directory: it has no {INDEX_NAME}")
     return pipeline_index(path.read_text(encoding="utf-8"), path), path.parent
+
+
+def check_one_transformer(source: ModelSource, index: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a single file whose pipeline has two transformers."""
+    if source.file is not None and index.get("boundary_ratio") is not None:
+        raise ConfigError(
+            f"{source}: a single file, but {source.base} has two transformers; give a folder or hub id with both"
+        )
 
 
 def check_class(pipeline_class: type[Any], source: ModelSource) -> dict[str, Any]:
@@ -204,7 +213,7 @@ def remote_files(source: ModelSource, without: Sequence[str] = ()) -> dict[str, 
 
 def open_pipeline(pipeline_class: type[Any], source: ModelSource, without: Sequence[str]) -> Path:
     """The folder of the pipeline, downloaded if necessary, without the weights of components in `without`."""
-    check_class(pipeline_class, source)
+    check_one_transformer(source, check_class(pipeline_class, source))
     folder = local_files(pipeline_class, source, without)
     if folder is None:
         pipeline = source.pipeline
@@ -272,7 +281,15 @@ def _files_in(
 ) -> dict[str, int]:
     """The files to load from a pipeline's folder; raises ConfigError if some are missing, or for another class."""
     index = check_class(pipeline_class, pipeline)
-    return pipeline_files(_named(pipeline), index, folder_listing(folder), pipeline.variant, without)
+    files = pipeline_files(_named(pipeline), index, folder_listing(folder), pipeline.variant, without)
+    for name in files:
+        if name.endswith("/config.json") and "quantization_config" in read_mapping(folder / name):
+            component = name.rpartition("/")[0]
+            raise ConfigError(
+                f"{_named(pipeline)}: {component} has quantized weights, which cannot be loaded; use the original "
+                "ones, and quantize them with model.base and model.encoder_base"
+            )
+    return files
 
 
 def _named(pipeline: ModelSource) -> str:

@@ -90,6 +90,7 @@ def pipeline_files(
     for name, paths in chosen.items():
         weights = [path for path in paths if _variant(path) == variant]
         weights = weights or [path for path in paths if _variant(path) is None]
+        weights = _shards_or_whole(weights, inside=[path for path in listing if path.startswith(f"{name}/")])
         _require_all_shards(where, name, weights)
         files |= {path: listing[path] for path in weights}
     return files
@@ -194,6 +195,15 @@ def _check_variant(where: object, variant: str | None, chosen: Mapping[str, Sequ
             f"{where}: the weights of {', '.join(lacking)} are there only as variant {', '.join(there)}; "
             f"set model.variant={there[0]}"
         )
+
+
+def _shards_or_whole(weights: Sequence[str], inside: Sequence[str]) -> list[str]:
+    """The shards if there is an index of them, as diffusers chooses, else the whole file if there is one."""
+    shards = [path for path in weights if (parts := _parts(path)) is not None and parts["shards"] is not None]
+    whole = [path for path in weights if path not in shards]
+    if shards and whole:
+        return shards if any(path.endswith(".safetensors.index.json") for path in inside) else whole
+    return [*weights]
 
 
 def _require_all_shards(where: object, name: str, weights: Sequence[str]) -> None:

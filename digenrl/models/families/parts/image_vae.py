@@ -27,12 +27,13 @@ class ImageVaeModel(PipelineModel):
     @torch.no_grad()
     def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
         latents_BCHW, config = image_latents(self.vae, pixels_BFCHW), self.vae.config
-        unscaled: Tensor = (latents_BCHW - config.shift_factor) * config.scaling_factor
+        unscaled: Tensor = (latents_BCHW - (config.shift_factor or 0.0)) * config.scaling_factor
         return unscaled.float()
 
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
-        scaled_BCHW = latents_BL.to(self.vae.dtype) / self.vae.config.scaling_factor + self.vae.config.shift_factor
+        config = self.vae.config
+        scaled_BCHW = latents_BL.to(self.vae.dtype) / config.scaling_factor + (config.shift_factor or 0.0)
         return pixels_of_images(self.vae.decode(scaled_BCHW, return_dict=False)[0])
 
 

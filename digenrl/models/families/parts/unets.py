@@ -41,17 +41,25 @@ class UNetModel(PipelineModel):
     block_state_arguments = ("hidden_states", "input_tensor")
 
     def __init__(self, pipeline: Any) -> None:
+        self._predicts = pipeline.scheduler.config.get("prediction_type", "epsilon")
         super().__init__(pipeline)
         self._levels: dict[torch.device, Tensor] = {}
-        self._predicts = pipeline.scheduler.config.get("prediction_type", "epsilon")
+
+    def check_denoising(self) -> None:
+        scheduler = self.pipeline.scheduler
         if self._predicts not in PREDICTIONS:
             raise ConfigError(
                 f"{self.family}: the model predicts '{self._predicts}'; known: {', '.join(PREDICTIONS)}"
             )
-        if "beta_schedule" not in pipeline.scheduler.config:
+        if "beta_schedule" not in scheduler.config:
             raise ConfigError(
-                f"{self.family}: the pipeline's {type(pipeline.scheduler).__name__} has no `beta_schedule`; "
+                f"{self.family}: the pipeline's {type(scheduler).__name__} has no `beta_schedule`; "
                 "models with other noise levels, such as those of EDM, are not supported"
+            )
+        if self.pipeline.unet.config.get("time_cond_proj_dim"):
+            raise ConfigError(
+                f"{self.family}: the unet takes guidance as an input (`time_cond_proj_dim`), as those of LCM do, "
+                "which is not supported"
             )
 
     def pipeline_scheduler(self) -> Any:

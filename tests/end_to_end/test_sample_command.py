@@ -22,10 +22,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from digenrl.cli import app
+from digenrl.commands.support.diffusers_snippet import pipeline_arguments
 from digenrl.commands.train import resume_run, start_run
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.adapters.lora_files import FILE_NAME
+from digenrl.models.loading.sources import ModelSource
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.worker.clips import clip_suffix
@@ -269,6 +271,19 @@ def test_the_exported_average_is_that_of_the_newest_checkpoint(averaged_run: Pat
     )
     assert written.keys() == newest.keys() != set()
     assert all(torch.equal(value, newest[name]) for name, value in written.items())
+    assert content["remark"] == ""
+
+
+def test_an_average_that_has_not_followed_yet_is_pointed_out(averaged_run: Path, tmp_path: Path) -> None:
+    short = Path(shutil.copytree(averaged_run, tmp_path / "run"))
+    config = short / "config.yaml"
+    config.write_text(config.read_text().replace("every_updates: 1", "every_updates: 50"))
+    assert "follows every 50 updates" in export(short, "--to", "diffusers")
+
+
+def test_the_printed_lines_load_a_subfolder_of_the_hub() -> None:
+    source = ModelSource("me/models", revision="v1", subfolder="deep/sd3")
+    assert pipeline_arguments(source) == 'snapshot_download("me/models", revision="v1") + "/deep/sd3"'
 
 
 @pytest.mark.parametrize(

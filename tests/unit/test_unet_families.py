@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +35,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ZERO_SNR = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}  # starts at pure noise
 
 
+CASES: list[tuple[str, dict[str, Any]]] = [("epsilon", {}), ("v_prediction", {}), ("v_prediction", ZERO_SNR)]
+
+
 def load(directory: Path, prediction: str, **changes: object) -> PipelineModel:
     model = find_family("sd15").load(directory)
     settings = {**model.pipeline.scheduler.config, "prediction_type": prediction, **changes}
@@ -48,9 +52,12 @@ def latent_scale(schedule: Schedule, index: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("prediction", "changes"), [("epsilon", {}), ("v_prediction", {}), ("v_prediction", ZERO_SNR)]
+    ("prediction", "changes", "eta"),
+    [
+        *((*case, eta) for case in CASES for eta in (0.0, 0.6, 1.0)),
+        *((prediction, {"timestep_spacing": "linspace"}, 0.0) for prediction in ("epsilon", "v_prediction")),
+    ],
 )
-@pytest.mark.parametrize("eta", [0.0, 0.6, 1.0])
 @torch.no_grad()
 def test_a_step_with_noise_is_the_step_of_diffusers_ddim(
     directory: Path, prediction: str, changes: dict[str, object], eta: float

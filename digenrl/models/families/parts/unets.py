@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from diffusers import DDIMScheduler
+from diffusers.schedulers.scheduling_ddim import DDIMSchedulerOutput
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
@@ -64,7 +65,7 @@ class UNetModel(PipelineModel):
 
     def pipeline_scheduler(self) -> Any:
         """DDIM whose last step ends at the data."""
-        return DDIMScheduler.from_config(self.pipeline.scheduler.config, set_alpha_to_one=True, clip_sample=False)
+        return DdimSteps.from_config(self.pipeline.scheduler.config, set_alpha_to_one=True, clip_sample=False)
 
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
         """The noise levels of DDIM's timesteps, and 0."""
@@ -154,3 +155,28 @@ class UNetModel(PipelineModel):
             mean, std = [0.0], [1.0]
         mean_C11, std_C11 = torch.tensor([mean, std], device=self.vae.device).view(2, -1, 1, 1)
         return std_C11 / config.scaling_factor, mean_C11
+
+
+class DdimSteps(DDIMScheduler):  # type: ignore[misc]
+    """DDIM that steps from each of its levels to the next one.
+
+    That of diffusers takes steps of the same length, even if its levels are not equally far apart, as with
+    `timestep_spacing: linspace`.
+    """
+
+    def step(self, model_output: Tensor, timestep: Any, sample: Tensor, *arguments: Any, **named: Any) -> Any:
+        later = [int(each) for each in self.timesteps if each < timestep]
+        after = max(later, default=-1)
+        if after == max(-1, int(timestep) - self.config.num_train_timesteps // self.num_inference_steps):
+            return super().step(model_output, timestep, sample, *arguments, **named)
+        signal, signal_after = self.alphas_cumprod[timestep], self.final_alpha_cumprod
+        if after >= 0:
+            signal_after = self.alphas_cumprod[after]
+        a, b = signal.sqrt(), (1 - signal).sqrt()
+        if self.config.prediction_type == "v_prediction":
+            data, noise = a * sample - b * model_output, a * model_output + b * sample
+        else:
+            data, noise = (sample - b * model_output) / a, model_output
+        assert not named.get("eta"), "a step without noise"
+        latents = signal_after.sqrt() * data + (1 - signal_after).sqrt() * noise
+        return DDIMSchedulerOutput(latents, data) if named.get("return_dict", True) else (latents, data)

@@ -45,15 +45,18 @@ class MemoryReport:
 def generator_memory(workload: Workload, card: Card, size: int, lane_cards: int = 1) -> MemoryReport:
     """A card of a lane of `lane_cards` that generates slices of `size` samples; text encoders run elsewhere.
 
-    Of an evaluation, a single sample must fit: larger batches are divided where memory runs out.
+    Of an evaluation, a single sample must fit: larger batches are divided where memory runs out. If it has frozen
+    weights of its own, they are on the card besides the others.
     """
     adapters = 4.0 * workload.trained_parameters if workload.tuning == "lora" else 0.0
     sample = workload.height, workload.width, workload.frames
+    held_out_bytes = workload.facts.weight_bytes / lane_cards if workload.held_out_weights else 0.0
+    held_out = _denoising_and_decoding(
+        workload, workload.held_out_tokens, 1 / lane_cards, workload.held_out_size or sample
+    )
     working = max(
         *_denoising_and_decoding(workload, workload.tokens, size / lane_cards, sample),
-        *_denoising_and_decoding(
-            workload, workload.held_out_tokens, 1 / lane_cards, workload.held_out_size or sample
-        ),
+        held_out_bytes + max(held_out),
     )
     vae = workload.facts.vae_parameters * workload.vae_value_bytes
     return MemoryReport(

@@ -66,6 +66,10 @@ def test_a_generator_has_room_for_a_sample_of_the_evaluation():
     same = needed_gib()
     assert needed_gib("evaluation=off") == needed_gib("evaluation.height=256") == same
     assert needed_gib("evaluation.height=2048", "evaluation.width=2048") > 1.2 * same
+    quantized = needed_gib("model.base=nf4")
+    assert needed_gib("model.base=nf4", "evaluation.base=unquantized") > quantized + 4, (
+        "both copies of the weights"
+    )
     with pytest.raises(ConfigError, match="multiples of 16"):
         needed_gib("evaluation.height=500")
 

@@ -52,6 +52,7 @@ def workload_of(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None) -> W
         "guidance": _guided(recipe.model.guidance),
         "pairs": recipe.trains_on_pairs,
         "reward_lanes": rewards if isinstance(rewards, int) else len(rewards),
+        "held_out_weights": recipe.held_out_base != recipe.generating_base,
         "whole_groups": any(reward.needs_whole_groups for reward in recipe.rewards),
         "reward_seconds": max((pool.measured.score_seconds or 0.0 for pool in cluster.pools), default=0.0),
     }

@@ -64,6 +64,7 @@ class Workload(Frozen):
     reward_lanes: WholeOrZero = 0
     reward_seconds: Annotated[float, Field(ge=0)] = 0.0
     whole_groups: bool = False
+    held_out_weights: bool = False
 
     @model_validator(mode="after")
     def _sample_size_fits_the_model(self) -> Workload:

@@ -12,13 +12,12 @@ from digenrl.config.reading import Frozen
 Count = Annotated[int, Field(ge=1)]
 
 
-# Lanes are named after their pool, with a number; so are these.
-TAKEN_NAMES = ("reward", "helper", "trainer", "encoder", "device")
+REWARD_POOL = "reward"  # lanes are named after their pool, with a number; so are reward lanes
 
 
 def _is_free(name: str) -> str:
-    if name in TAKEN_NAMES:
-        raise ValueError(f"'{name}' is the name of other lanes; choose another one")
+    if name == REWARD_POOL:
+        raise ValueError(f"'{name}' is the name of the reward lanes; choose another one")
     return name
 
 

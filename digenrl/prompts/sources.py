@@ -124,10 +124,10 @@ def _from_record(index: int, record: dict[str, Any], settings: PromptSettings, w
     )
     pair = tuple(_paired_image(record, name, settings, where) for name in settings.pair_columns or ())
     others = (column, *settings.image_columns, *(settings.pair_columns or ()))
-    metadata = {key: _plain(value) for key, value in record.items() if key not in others}
+    metadata = {key: value for key, value in record.items() if key not in others}
     with errors_in(where):
         check_content(metadata)
-    return Prompt(index, text, metadata, images, pair, where)
+    return Prompt(index, text, _plain(metadata), images, pair, where)
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_specs import evaluation_and_checkpoint, spec_contents
 
-from digenrl.config.reading import parse_model
+from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.spec import Spec
 from digenrl.simulation.simulator import simulate
 from simulation.reference_model import reference_answer
@@ -131,3 +131,5 @@ def test_no_two_lanes_share_a_name_even_if_pools_do() -> None:
     spec = parse_model(Spec, {**content, "policy": {"help": "auto"}})
     names = [lane.name for lane in simulate(spec).trace.lanes]
     assert names == ["generator-0", "helper-0", "generator-1", "trainer", "helper-1"]
+    with pytest.raises(ConfigError, match=r"generators\[0\].name: 'reward' is the name of the reward lanes"):
+        parse_model(Spec, {**HELPED, "generators": [{"name": "reward", "seconds": {1: 4}}]})

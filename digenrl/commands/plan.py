@@ -176,13 +176,17 @@ def write_plan(
 
 def _check_trainable(planned: dict[str, Any], words: list[str]) -> None:
     """Raises ConfigError if the recipe cannot be trained with the plan."""
-    plan_file = parse_model(PlanFile, planned)
-    replaced = replaced_by(plan_file, words[1:])
-    own = [word for word in words[1:] if word not in replaced]
+    recipe, *own = _words_beside(planned, words)
     try:
-        read_recipe(words[0], overrides_of(plan_file, own), without_prompts=True)
+        read_recipe(recipe, overrides_of(parse_model(PlanFile, planned), own), without_prompts=True)
     except ConfigError as error:
         raise ConfigError(f"the best plan does not suit the recipe: {error}") from None
+
+
+def _words_beside(planned: dict[str, Any], words: list[str]) -> list[str]:
+    """The recipe and the overrides to train with: those that would undo the plan are left out."""
+    replaced = replaced_by(parse_model(PlanFile, planned), words[1:])
+    return [word for word in words if word not in replaced]
 
 
 def show_plans(
@@ -214,16 +218,17 @@ def show_plans(
             highlight=False,
         )
     if files.plan is not None:
-        replaced = [] if planned is None else replaced_by(parse_model(PlanFile, planned), words[1:])
-        _show_plan_file(console, result, words, files.plan, replaced)
+        own = words if planned is None else _words_beside(planned, words)
+        _show_plan_file(console, result, own, files.plan)
+        replaced = [word for word in words if word not in own]
+        if replaced:
+            console.print(f"The plan has its own values for {', '.join(replaced)}.", highlight=False)
     if files.spec is not None:
         hint = f"look at it with: digenrl simulate {files.spec}"
         console.print(f"SPEC of the first plan: {files.spec}  ({hint})", soft_wrap=True)
 
 
-def _show_plan_file(
-    console: Console, result: PlanResult, words: list[str], path: Path, replaced: list[str]
-) -> None:
+def _show_plan_file(console: Console, result: PlanResult, words: list[str], path: Path) -> None:
     if not result.workload.reward_seconds:
         console.print("Scoring counts as free: no pool of the cluster gives measured.score_seconds.", style="dim")
     stale = result.best.spec.policy.stale_fraction
@@ -233,10 +238,7 @@ def _show_plan_file(
             "which changes the numerics; --on-policy plans without stale samples.",
             highlight=False,
         )
-    if replaced:
-        console.print(f"The plan has its own values for {', '.join(replaced)}.", highlight=False)
-    own = [word for word in words if word not in replaced]
-    command = shlex.join(["digenrl", "train", *own, "--plan", str(path)])
+    command = shlex.join(["digenrl", "train", *words, "--plan", str(path)])
     console.print(f"The first plan: {path}  (start it with: {command})", soft_wrap=True, highlight=False)
 
 

@@ -12,11 +12,9 @@ from digenrl.config.reading import Frozen
 Count = Annotated[int, Field(ge=1)]
 
 
-REWARD_POOL = "reward"  # lanes are named after their pool, with a number; so are reward lanes
-
-
 def _is_free(name: str) -> str:
-    if name == REWARD_POOL:
+    """Lanes are named after their pool, with a number."""
+    if name == "reward":
         raise ValueError(f"'{name}' is the name of the reward lanes; choose another one")
     return name
 

@@ -76,7 +76,7 @@ def _shared_schedule(spec: Spec, rule: SharedWorkRule) -> ChosenSchedule:
 
 
 def _expected_ns(spec: Spec, rule: SharedWorkRule) -> int:
-    """The makespan; of a long run, if it goes on as it does between the first and the last of a few steps."""
+    """The makespan. That of a long run is extrapolated from the mean time of a few steps."""
     steps = compared_steps(initial_shared_state(spec, rule).terms)
     ends_ns = commit_ends_ns(initial_shared_state(spec.with_changes(steps=steps), rule))
     if spec.steps == steps:

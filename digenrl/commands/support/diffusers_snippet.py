@@ -18,10 +18,10 @@ def diffusers_snippet(folder: RunFolder, family: Family) -> tuple[str, ...]:
     pipeline, source = family.pipeline_class.__name__, family.with_base(source_of(folder.recipe))
     transformer = family.full_size().transformer.cls.__name__
     dtype = "" if folder.recipe.model.dtype == "float32" else f", dtype=torch.{folder.recipe.model.dtype}"
-    imports_torch = ("import torch",) if dtype else ()
-    if source.pipeline.kind == "hub" and source.pipeline.within:
-        imports_torch = (*imports_torch, "from huggingface_hub import snapshot_download")
     where = pipeline_arguments(source.pipeline)
+    imports = ["import torch"] if dtype else []
+    if "snapshot_download" in where:
+        imports.append("from huggingface_hub import snapshot_download")
     if folder.lora.is_dir():
         from_file = (
             f'transformer = {transformer}.from_single_file("{source}", config="{source.base}", '
@@ -29,7 +29,7 @@ def diffusers_snippet(folder: RunFolder, family: Family) -> tuple[str, ...]:
         )
         single = source.file is not None
         return (
-            *imports_torch,
+            *imports,
             f"from diffusers import {f'{transformer}, ' if single else ''}{pipeline}",
             *([from_file] if single else []),
             f"pipe = {pipeline}.from_pretrained({where}{', transformer=transformer' if single else ''}{dtype})",
@@ -37,7 +37,7 @@ def diffusers_snippet(folder: RunFolder, family: Family) -> tuple[str, ...]:
         )
     if folder.transformer.is_dir():
         return (
-            *imports_torch,
+            *imports,
             f"from diffusers import {transformer}, {pipeline}",
             f'transformer = {transformer}.from_pretrained("{folder.transformer}"{dtype})',
             f"pipe = {pipeline}.from_pretrained({where}, transformer=transformer{dtype})",

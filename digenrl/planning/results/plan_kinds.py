@@ -122,7 +122,7 @@ def _why_better(winner: Plan, loser: Plan) -> str:
     slowest = loser.layout.trainer.pool.card.name
     words: dict[Cause, str] = {
         "waiting": f"its cards are busy {_busy(winner):.0%} of the time, against {_busy(loser):.0%}",
-        "gathering": f"adding up gradients takes {_gathering_s(loser):.1f} {of_a_step}",
+        "gathering": f"adding up gradients and updating weights takes {_gathering_s(loser):.1f} {of_a_step}",
         "switching": f"changes of role take {_switching_s(loser):.1f} {of_a_step}",
         "training": f"a sample trains in {_card_seconds(winner):.3g} card-seconds, against "
         f"{_card_seconds(loser):.3g}",
@@ -137,7 +137,7 @@ def _why_worse(loser: Plan, winner: Plan) -> str:
     of_a_step = f"s of a step of {loser.step_s:.1f} s"
     words: dict[Cause, str] = {
         "waiting": f"its cards are busy {_busy(loser):.0%} of the time, those of the best {_busy(winner):.0%}",
-        "gathering": f"adding up gradients takes {_gathering_s(loser):.1f} {of_a_step}",
+        "gathering": f"adding up gradients and updating weights takes {_gathering_s(loser):.1f} {of_a_step}",
         "switching": f"changes of role take {_switching_s(loser):.1f} {of_a_step}",
         "training": f"a sample trains in {_card_seconds(loser):.3g} card-seconds, against "
         f"{_card_seconds(winner):.3g}",
@@ -164,10 +164,9 @@ def _card_seconds(plan: Plan) -> float:
 
 
 def _gathering_s(plan: Plan) -> float:
-    """The time in which gradients are added up; in that of a colocated step, weights are also updated."""
-    if plan.kind == "colocated":
-        return float(plan.spec.trainer.commit)
-    return float(plan.spec.trainer.reduce) if plan.kind == "both directions" else 0.0
+    """The time in which no card generates or trains; if the trainer has its own cards, the others do."""
+    trainer = plan.spec.trainer
+    return 0.0 if plan.kind in SPLIT_KINDS else float(trainer.reduce + trainer.commit)
 
 
 def _switching_s(plan: Plan) -> float:

@@ -1,6 +1,7 @@
 """How well the simulator predicts real runs: their step times, from measured costs, and their decisions.
 
-    python benchmarks/fidelity.py           # 20 short runs with different settings, on two idle cores
+    python benchmarks/fidelity.py                 # 20 short runs with different settings, on two idle cores
+    python benchmarks/fidelity.py --assist both   # likewise, with lanes that generate and train
 
 The journal of every run is replayed: run and simulator use the same scheduler, so every action must be the same.
 The simulator then predicts the duration of a steady step from the costs that the run had measured at its end.
@@ -44,8 +45,8 @@ class Row:
         return self.predicted_s / self.measured_s - 1
 
 
-def settings_of(index: int, steps: int) -> Recipe:
-    """Random settings that depend on the index alone."""
+def settings_of(index: int, steps: int, assist: str) -> Recipe:
+    """Random settings that depend on the index alone. Lanes do both only with GAP and help."""
     draw = random.Random(f"fidelity {index}")
     group = draw.choice([4, 6, 8, 12])
     slices = [size for size in range(2, group + 1) if group % size == 0]
@@ -56,6 +57,8 @@ def settings_of(index: int, steps: int) -> Recipe:
         "tag": draw.choice(["none", "greedy", "search", "auto"]),
         "tcss": draw.choice([0.0, 0.0, 0.25, 0.5, 1.0]),
     }
+    if assist == "both":
+        techniques |= {"assist": assist, "gap": True, "tag": draw.choice(["greedy", "search", "auto"])}
     denoising = draw.choice([4, 6, 8, 10])
     fraction = draw.choice([0.5, 0.75, 0.99])
     return recipe(
@@ -91,13 +94,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--assist", choices=["trainer", "both"], default="trainer", help="as techniques.assist")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows = []
     quiet = options.json or not sys.stderr.isatty()
     with tempfile.TemporaryDirectory() as parent:
         for index in track(range(options.runs), "running", disable=quiet, transient=True):
-            rows.append(compare(run(settings_of(index, options.steps), Path(parent) / str(index))))
+            rows.append(compare(run(settings_of(index, options.steps, options.assist), Path(parent) / str(index))))
     typical = median(abs(row.error) for row in rows)
     if options.json:
         print(json.dumps({"median_error": typical, "rows": [asdict(row) for row in rows]}))

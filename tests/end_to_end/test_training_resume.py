@@ -80,15 +80,15 @@ def kill_the_driver_in_an_evaluation(command: subprocess.Popen[str], run: Path) 
     assert RunFolder.open(run).info.status is Status.RUNNING, "it had no time to say so"
 
 
-def kill_all_in_a_checkpoint(command: subprocess.Popen[str], run: Path) -> None:
-    """Kills all processes of a run."""
+def kill_all_in_a_checkpoint(command: subprocess.Popen[str], run: Path) -> Path:
+    """Kills all processes of a run. Returns its exchange folder, which no process was left to remove."""
     exchange, later = exchange_of(command.pid), steps_done(run) + 1
     wait_for(lambda: is_open(run, "Save", later) or command.poll() is not None, "an open Save job")
     assert command.poll() is None, command.communicate()
     os.killpg(command.pid, signal.SIGKILL)
     command.communicate()
     wait_for(lambda: not session_of(command.pid), "the end of all processes")
-    shutil.rmtree(exchange)  # no process was left to do it
+    return exchange
 
 
 def test_a_run_that_is_stopped_and_killed_twice_ends_as_if_it_had_not_been(live: LiveRuns) -> None:
@@ -97,8 +97,9 @@ def test_a_run_that_is_stopped_and_killed_twice_ends_as_if_it_had_not_been(live:
     terminate_all(live.command("tiny.yaml", *common, "--out", str(run)), run)
     stop = steps_done(run)
     kill_the_driver_in_an_evaluation(live.command("--resume", str(run)), run)
-    kill_all_in_a_checkpoint(live.command("--resume", str(run)), run)
+    left_over = kill_all_in_a_checkpoint(live.command("--resume", str(run)), run)
     assert live.resume(run) is Status.FINISHED
+    assert not left_over.exists(), "the next run removes what a killed one left"
 
     folder, quiet = RunFolder.open(run), live.finished("mode=colocated", *common)
     assert trained(folder, steps) == trained(quiet, steps)

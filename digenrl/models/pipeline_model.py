@@ -238,7 +238,7 @@ class PipelineModel(DiffusionModel):
 
     @cached_property
     def _attention_switch(self) -> AttentionSwitch:
-        return AttentionSwitch(self.transformer, self.device, self.dtype)
+        return AttentionSwitch(self.transformer)
 
     def use_attention(self, kernels: Kernels) -> None:
         self._attention_switch.use(kernels)

@@ -1,7 +1,7 @@
 """The attention kernels of a loaded model, by kind of pass.
 
 diffusers' attention reads the kernel from its processor, and compiled graphs are specialized on it. Until kernels
-are set, torch chooses; rollouts on Hopper GPUs use cuDNN's, which has the fastest forward there.
+are set, torch chooses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from digenrl.config.recipes.attention import Kernels, fixed_kernels
 from digenrl.records import Kernel, PassKind
 
-HOPPER = (9, 0)  # compute capability
 BACKENDS: dict[Kernel, AttentionBackendName | None] = {
     "flash": AttentionBackendName._NATIVE_FLASH,
     "cudnn": AttentionBackendName._NATIVE_CUDNN,
@@ -96,11 +95,10 @@ class AttentionProcessor:
 class AttentionSwitch:
     """Sets the kernel of all attention processors of a transformer. The one of replays is set between rollouts."""
 
-    def __init__(self, transformer: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, transformer: nn.Module) -> None:
         found: list[Any] = [getattr(module, "processor", None) for module in transformer.modules()]
         self._processors = list({id(each): each for each in found if hasattr(each, "_attention_backend")}.values())
-        fast = _is_hopper(device) and dtype in (torch.bfloat16, torch.float16)
-        self.kernels: dict[PassKind, Kernel] = fixed_kernels({"rollout": "cudnn"} if fast else "native")
+        self.kernels: dict[PassKind, Kernel] = fixed_kernels("native")
 
     def use(self, kernels: Kernels) -> None:
         """Uses these kernels from now on."""
@@ -120,7 +118,3 @@ class AttentionSwitch:
         backend = BACKENDS[self.kernels[kind]]
         for processor in self._processors:
             processor._attention_backend = backend
-
-
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == HOPPER

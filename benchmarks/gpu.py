@@ -214,6 +214,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--whole-step", action="store_true", help="also measure a whole step of the baseline")
     parser.add_argument("--base", help="precision of the frozen base, as model.base")
     parser.add_argument("--attention", help="fix the attention kernel, as model.attention")
+    parser.add_argument("--deterministic", action="store_true", help="as model.deterministic")
     parser.add_argument("--against", help="attention kernels to compare with: of rollouts, and of replays")
     parser.add_argument("--pack", type=int, help="pairs of a pack, instead of the memory plan's")
     parser.add_argument("--checkpointed", type=int, help="checkpointed blocks, instead of the memory plan's")
@@ -233,6 +234,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     chosen = {
         "model.base": options.base,
         "model.attention": options.attention,
+        "model.deterministic": options.deterministic or None,
         "training.pack_size": options.pack,
         "training.gradient_checkpointing": options.checkpointed,
     }

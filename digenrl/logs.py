@@ -21,19 +21,23 @@ _job: ContextVar[Job | None] = ContextVar("job", default=None)
 
 
 def configure_logging(worker: str, *, verbose: bool, file: Path | None = None) -> None:
-    """Logs of this process go to `file`, or to standard error, which a worker process redirects to its file."""
+    """Logs of this process go to `file`, or to standard error, which a worker process redirects to its file.
+
+    So do the warnings of all libraries.
+    """
     global _worker
     _worker = worker
     handler = logging.StreamHandler(sys.stderr) if file is None else logging.FileHandler(file, encoding="utf-8")
     handler.addFilter(_add_context)
     handler.setFormatter(logging.Formatter(FORMAT))
-    logger = logging.getLogger("digenrl")
-    for old in list(logger.handlers):
-        logger.removeHandler(old)
-        old.close()
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG if verbose else logging.INFO)
-    logger.propagate = False
+    logging.captureWarnings(True)
+    for logger in (logging.getLogger("digenrl"), logging.getLogger("py.warnings")):
+        for old in list(logger.handlers):
+            logger.removeHandler(old)
+            old.close()
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG if verbose else logging.INFO)
+        logger.propagate = False
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.reading import ConfigError, errors_about, one_line
+from digenrl.config.recipes.attention import CANDIDATES
 from digenrl.config.recipes.base_precision import UNQUANTIZED
 from digenrl.config.recipes.paths import DEMO_MODELS
 from digenrl.config.recipes.recipe import Recipe
@@ -39,10 +40,12 @@ from digenrl.models.parallel.context_parallel import attention_heads, check_rank
 from digenrl.models.parallel.staged_blocks import keep_blocks
 from digenrl.models.parallel.token_exchange import TokenExchange
 from digenrl.models.passes.compiled import compile_blocks
+from digenrl.models.passes.determinism import use_deterministic_kernels
 from digenrl.models.pipeline_model import TRAINED_TIMESTEPS, PipelineModel
 from digenrl.models.quantized.replacing import BaseWeights, check_has_blocks
 from digenrl.models.registry import find_family, naming_families
 from digenrl.models.trajectory import StepNoise
+from digenrl.records import Kernel
 from digenrl.training.open_batch import BatchShape, check_shape
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharded_loading import load_sharded
@@ -291,6 +294,8 @@ def load_model(
     recipe = blueprint.recipe
     if for_a_run:
         check_attention(recipe, device)
+        if recipe.model.deterministic and device.startswith("cuda"):
+            use_deterministic_kernels()
     base = BaseWeights(recipe.model.base) if base is None else base
     if shard_over is not None and recipe.training.stages is not None:
         model = _load_stage(blueprint, shard_over, base)
@@ -314,15 +319,18 @@ def load_model(
 
 def check_attention(recipe: Recipe, device: str) -> None:
     """Raises ConfigError if the device cannot compute an attention kernel that the recipe names."""
-    named = set((recipe.model.kernels or {}).values())
-    coarse = recipe.model.dtype != "float32" or recipe.training.autocast == "bf16"
-    on_gpu = device.startswith("cuda")
-    missing = sorted(named & ({"cudnn", "efficient"} if not on_gpu else set() if coarse else {"cudnn", "flash"}))
-    if missing:
-        why = "computes in 16 bits only, and model.dtype is float32" if on_gpu else f"needs a GPU, got {device}"
-        known = "efficient, math" if on_gpu else "flash, math"
+    model = recipe.model
+    unusable: dict[Kernel, str] = {}
+    if not device.startswith("cuda"):
+        unusable = dict.fromkeys(("cudnn", "efficient"), f"needs a GPU, got {device}")
+    elif model.dtype == "float32" and recipe.training.autocast != "bf16":
+        unusable = dict.fromkeys(("cudnn", "flash"), "computes in 16 bits only, and model.dtype is float32")
+    elif model.deterministic:
+        unusable = {"cudnn": "is not deterministic, and model.deterministic is true"}
+    for kernel in sorted(unusable.keys() & (model.kernels or {}).values()):
+        known = ", ".join(each for each in CANDIDATES if each not in unusable)
         raise ConfigError(
-            f"model.attention: {missing[0]} {why}; known here: {known}, native; set one of them, or auto",
+            f"model.attention: {kernel} {unusable[kernel]}; known here: {known}, native; set one of them, or auto",
             "model.attention",
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -57,17 +58,24 @@ def test_a_recipe_names_one_kernel_or_one_per_kind_of_pass() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "device", "missing"),
-    [("cudnn", "cpu", "cudnn"), ("{masked: efficient}", "cpu", "efficient"), ("flash", "cuda:0", "flash")],
+    ("override", "device", "why"),
+    [
+        ("cudnn", "cpu", "cudnn needs a GPU, got cpu; known here: flash, math, native"),
+        ("{masked: efficient}", "cpu", "efficient needs a GPU"),
+        ("flash", "cuda:0", "flash computes in 16 bits only, .* float32; known here: efficient, math,"),
+        ("{replay: cudnn}", "cuda:0 in bf16", "cudnn is not deterministic.* known here: flash, efficient"),
+    ],
 )
 def test_a_kernel_that_a_device_lacks_is_refused_before_anything_is_loaded(
-    override: str, device: str, missing: str
+    override: str, device: str, why: str
 ) -> None:
-    recipe = read_recipe("demo", [f"model.attention={override}"])
-    with pytest.raises(ConfigError) as error:
+    device, _, bf16 = device.partition(" ")
+    overrides = ["model.deterministic=true", *(["training.autocast=bf16"] if bf16 else [])]
+    recipe = read_recipe("demo", [f"model.attention={override}", *overrides])
+    with pytest.raises(ConfigError, match=why) as error:
         check_attention(recipe, device)
-    assert error.value.where == "model.attention" and missing in str(error.value)
-    check_attention(read_recipe("demo", ["model.attention=math"]), device)
+    assert error.value.where == "model.attention"
+    check_attention(read_recipe("demo", ["model.attention=math", *overrides]), device)
 
 
 MASK = torch.tensor([[True] * 12, [True] * 7 + [False] * 5])[:, None, None, :]
@@ -96,6 +104,30 @@ def test_a_kernel_that_crashes_the_trial_is_left_out_and_the_others_are_tried(tm
     stub.write_text(STUB)
     tried = try_kernels({"rollout": [PLAIN], "replay": [PLAIN]}, CPU, [sys.executable, str(stub)])
     assert tried == {kind: {"flash": 2.5, "cudnn": 2.5} for kind in ("rollout", "replay")}
+
+
+def test_deterministic_kernels_are_those_that_are_tried(tmp_path: Path) -> None:
+    """In a process of its own: the compiler and torch keep these settings."""
+    stub = tmp_path / "stub.py"
+    stub.write_text(
+        "import sys, torch\n"
+        "seconds = 1 + torch.load(sys.argv[1], weights_only=True)['deterministic']\n"
+        "for _ in sys.argv[3:]:\n"
+        "    print(f'{{\"seconds\": {seconds}}}', flush=True)\n"
+    )
+    script = f"""
+import sys, torch
+from torch._inductor import config
+from digenrl.models.passes.attention_trial import try_kernels
+from digenrl.models.passes.determinism import use_deterministic_kernels
+def tried():
+    return try_kernels({{"rollout": []}}, torch.device("cpu"), [sys.executable, {str(stub)!r}])["rollout"]["math"]
+assert tried() == 1
+use_deterministic_kernels()
+assert tried() == 2
+assert config.deterministic and not config.triton.autotune_pointwise
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
 def test_cudnn_gets_its_inputs_without_copies_and_gradients_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ EXAMPLES = {"prompts.path": "prompts.txt", "evaluation.prompts.path": "held_out.
 NOT_IN_FINGERPRINT: dict[str, Any] = {
     **dict.fromkeys(("name", "steps", "mode", "lanes", "cluster", "evaluation", "checkpoint", "logging"), True),
     "python_path": True,
-    "model": {"attention", "compile", "token"},
+    "model": {"attention", "compile", "deterministic", "token"},
     "sample": {"decode_rows"},
     "training": {
         *("pack_size", "largest_pack", "memory_share", "job_samples"),

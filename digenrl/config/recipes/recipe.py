@@ -77,6 +77,9 @@ class ModelSettings(Frozen):
     attention: Literal["auto"] | Kernel | dict[PassKind, Kernel] = Field(
         default="auto", description="attention kernel, for all passes or by kind of pass; the fastest by default"
     )
+    deterministic: bool = Field(
+        default=False, description="whether GPUs use only kernels that round in the same way in every run"
+    )
     dtype: Literal["float32", "bfloat16"] = "float32"
     base: BasePrecision = Field(
         default=UNQUANTIZED, description="format of the frozen weights under adapters; they compute in dtype"

@@ -55,7 +55,13 @@ def try_kernels(
     left = [(kind, kernel) for kernel in CANDIDATES for kind in calls]
     with TemporaryDirectory() as folder:
         path = Path(folder) / "calls.pt"
-        torch.save({kind: [asdict(call) for call in each] for kind, each in calls.items()}, path)
+        torch.save(
+            {
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+                "calls": {kind: [asdict(call) for call in each] for kind, each in calls.items()},
+            },
+            path,
+        )
         crashes = 0
         while left and crashes < MOST_CRASHES:
             arguments = [str(path), str(device), *(f"{kind}:{kernel}" for kind, kernel in left)]
@@ -87,10 +93,9 @@ def _run(command: Sequence[str], timeout_s: float) -> tuple[list[dict[str, Any]]
 def main(path: str, device: str, *trials: str) -> None:
     """Runs trials, each `KIND:KERNEL`."""
     prepare_attention()
-    calls = {
-        kind: [AttentionCall(**call) for call in each]
-        for kind, each in torch.load(path, weights_only=True).items()
-    }
+    given = torch.load(path, weights_only=True)
+    torch.use_deterministic_algorithms(given["deterministic"])
+    calls = {kind: [AttentionCall(**call) for call in each] for kind, each in given["calls"].items()}
     for trial in trials:
         kind, kernel = trial.split(":")
         try:

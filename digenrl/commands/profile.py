@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from textwrap import shorten
@@ -30,6 +30,7 @@ from digenrl.models.quantized.layers import weight_bytes
 from digenrl.models.transfers import synchronize
 from digenrl.planning.facts.recipe_workload import profiled_work
 from digenrl.prompts.source_images import as_png, probe_image
+from digenrl.prompts.sources import read_prompts
 from digenrl.records import (
     Calibrate,
     Calibrated,
@@ -327,13 +328,23 @@ def _measure_scoring(bench: _Bench, blueprint: Blueprint, generated: SliceArtifa
         bench.remark("scoring", str(error))
         return None
     worker, piece = bench.worker(blueprint, reward=rewards), generated.slice
+    prompt = scored_prompt(blueprint.recipe, bench.prompt)
     for _ in range(2):
         began = perf_counter()
-        job = Score(bench.next_id(), 0, piece, 0, generated, (bench.prompt,) * piece.size)
+        job = Score(bench.next_id(), 0, piece, 0, generated, (prompt,) * piece.size)
         if bench.ask(worker, job, Scored, "scoring") is None:
             return None
         seconds = perf_counter() - began
     return rounded(seconds / piece.size)
+
+
+def scored_prompt(recipe: Recipe, generated: PromptRow) -> PromptRow:
+    """The recipe's first prompt, since rewards may need its metadata; the `generated` one if there is none yet."""
+    try:
+        first = read_prompts(recipe.prompts)[0]
+    except (ConfigError, OSError):
+        return generated
+    return replace(generated, text=first.text, metadata=first.metadata)
 
 
 def small_batch(blueprint: Blueprint, samples: int, pack_size: int, checkpointed_blocks: int) -> Recipe:

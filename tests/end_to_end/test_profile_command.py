@@ -12,12 +12,12 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from digenrl.cli import app
-from digenrl.commands.profile import profile_recipe, slice_sizes
+from digenrl.commands.profile import profile_recipe, scored_prompt, slice_sizes
 from digenrl.config.profiles import Profile, read_profile
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import read_recipe
 from digenrl.planning.facts.recipe_workload import profiled_work
-from digenrl.records import Calibrate, Calibrated
+from digenrl.records import Calibrate, Calibrated, PromptRow
 from digenrl.worker.calibration import StageCalibration
 
 SMALL = [
@@ -101,6 +101,14 @@ def test_what_fails_is_omitted_with_a_remark(monkeypatch: pytest.MonkeyPatch) ->
     assert slices == "slice of 2: OutOfMemoryError: no room for two"
     assert scoring.startswith("scoring: ")
     assert "slice of 2" in stages and "slice of 4" not in stages
+
+
+def test_rewards_see_the_first_prompt_of_the_recipe(tmp_path: Path) -> None:
+    row = PromptRow("encoded", "any", {})
+    edit = scored_prompt(read_recipe("edit_demo"), row)
+    assert edit.row == "encoded" and edit.text != "any" and "background" in edit.metadata
+    missing = read_recipe("edit_demo", [f"prompts.path={tmp_path / 'missing.jsonl'}"])
+    assert scored_prompt(missing, row) == row
 
 
 def test_sizes_are_doubled_as_long_as_they_divide_a_group() -> None:

@@ -47,6 +47,12 @@ def test_evaluation_and_checkpoints_are_read_with_exact_times() -> None:
         ({"checkpoint": {"every": 1}}, "checkpoint.seconds"),
         ({"checkpoint": {"every": True, "seconds": 1}}, "checkpoint.every"),
         ({"generators": [{"seconds": {True: 1}}]}, "generators[0].seconds"),
+        ({"reward": {"lanes": 10**30}}, "reward.lanes"),
+        (
+            {"trainer": {"seconds_per_sample": 1, "helper": {"lanes": 10**7, "seconds": {1: 1}}}},
+            "trainer.helper.lanes",
+        ),
+        ({"evaluation": {"every": 1, "chunks": 10**30, "chunk": 1}}, "evaluation.chunks"),
     ],
 )
 def test_a_wrong_value_names_its_key(changes: dict[str, Any], where: str) -> None:

@@ -23,6 +23,7 @@ from digenrl.config.limits import (
     Frames,
     GroupSize,
     Lanes,
+    LanesOrNone,
     OptimizerSteps,
     Pixels,
     PromptsPerStep,
@@ -304,7 +305,7 @@ class LaneSettings(Frozen):
     cards_per_replica: Lanes = Field(default=1, description="ranks that train each sample together")
     cards_per_generator: Lanes = Field(default=1, description="cards that generate each sample together")
     generators: Lanes | tuple[str, ...] = 1
-    rewards: Annotated[int, Field(ge=0, le=16_384)] | tuple[str, ...] = 1
+    rewards: LanesOrNone | tuple[str, ...] = 1
     encoder: str = Field(default="auto", description="where prompts are encoded; the trainer's device by default")
     threads: Lanes | Literal["auto"] = "auto"
     memory_gib: float | None = Field(

@@ -524,8 +524,10 @@ class Recipe(Frozen):
         if stages is None:
             return
         count, ranks = len(stages) if stages != "auto" else None, self.lanes.ranks
-        if count == 1:
-            raise _conflict(where, f"{_shown(stages)}, a single stage; give at least two, or leave it out")
+        if count is not None and count < 2:
+            raise _conflict(
+                where, f"{_shown(stages)}, but a model has two stages or more; give them, or leave it out"
+            )
         if ranks == 1 or count not in (None, ranks):
             wanted = "the number of stages" if count is None else str(count)
             raise _conflict(where, f"{_shown(stages)}, but lanes.ranks is {ranks}; set that to {wanted}")

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -18,6 +19,7 @@ from digenrl.simulation.simulator import SimulatedRun, simulate
 
 PRINTS = """
 import sys
+from pathlib import Path
 from digenrl import __main__
 from digenrl.commands.support.output import out
 import digenrl.cli
@@ -83,3 +85,9 @@ def test_the_ladder_has_the_search_budget_that_was_given(monkeypatch: pytest.Mon
     monkeypatch.setattr(ladder, "simulate", simulated)
     assert CliRunner().invoke(app, ["simulate", "docs/specs/gap.yaml", "--ladder", "--budget", "7"]).exit_code == 0
     assert budgets == {7}
+
+
+def test_a_name_in_brackets_is_printed(tmp_path: Path) -> None:
+    spec = Path("docs/specs/gap.yaml").read_text(encoding="utf-8")
+    (tmp_path / "spec.yaml").write_text(spec.replace("name: gen", "name: '[lab]'"), encoding="utf-8")
+    assert "4 [lab]: 4 prompts" in CliRunner().invoke(app, ["simulate", str(tmp_path / "spec.yaml")]).stdout

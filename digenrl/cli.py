@@ -27,7 +27,7 @@ from digenrl.config.rewards.table import parse_rewards
 from digenrl.config.spec import read_spec
 from digenrl.runs.stopping import RunFailedError
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET
-from digenrl.telemetry.writing import NO_SPACE, check_writable, write_atomically
+from digenrl.telemetry.writing import NO_SPACE, check_new_yaml, write_atomically
 
 app = typer.Typer(
     name="digenrl",
@@ -79,8 +79,11 @@ def simulate_command(
     if chaos is not None:
         from digenrl.commands.chaos import read_campaign, run_chaos
 
-        if spec_file is not None or profile is not None or ladder:
-            raise ConfigError("--chaos: draws its own worlds; leave out the SPEC, --profile and --ladder")
+        if ladder or any(each is not None for each in (spec_file, profile, trace, gantt, unpacked)):
+            raise ConfigError(
+                "--chaos: draws its own worlds, and writes no trace; leave out the SPEC, --profile, --trace, "
+                "--gantt, --ladder and --unpacked"
+            )
         run_chaos(read_campaign(chaos, first_seed, large, faults, only), as_json)
         return
     if first_seed or faults is not None or large or only is not None:
@@ -94,7 +97,7 @@ def simulate_command(
     if spec_file is not None:
         spec = read_spec(spec_file, profile)
         if ladder:
-            compare_techniques(spec, unpacked, as_json)
+            compare_techniques(spec, unpacked, budget, as_json)
         else:
             simulate_spec(spec, budget, files, as_json)
     elif profile is not None and not ladder:
@@ -149,9 +152,9 @@ def probe_command(
 
     Sends 4 to 16 MiB between every two machines, and writes a cluster file for plan, with proposed sites.
     """
-    from digenrl.commands.probe import check_output, probe_cluster, write_proposal
+    from digenrl.commands.probe import probe_cluster, write_proposal
 
-    check_output(out_file, force)
+    check_new_yaml(out_file, force)
     probed = probe_cluster(address, lambda message: err.print(message, highlight=False))
     write_proposal(probed, out_file)
     out.print(probed.summary(), highlight=False)
@@ -174,8 +177,7 @@ def profile_command(
 
     Writes a profile, which simulate and plan can use.
     """
-    if check_writable(out_file).exists() and not force:
-        raise ConfigError(f"{out_file}: exists; add --force to overwrite it, or choose another file with --out")
+    check_new_yaml(out_file, force)
     settings = read_recipe(recipe, overrides or [], without_prompts=True)
     with _requires("train"):
         from digenrl.commands.profile import profile_recipe, slice_sizes

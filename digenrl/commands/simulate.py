@@ -49,6 +49,8 @@ class TraceFiles:
             raise ConfigError(
                 "--ladder: simulates several runs, without --trace and --gantt; leave one of them out"
             )
+        if len({path.resolve() for path in given}) < len(given):
+            raise ConfigError(f"--trace and --gantt: both are {self.gantt}; give different files")
 
 
 def simulate_spec(spec: Spec, search_budget: int, files: TraceFiles, as_json: bool) -> None:
@@ -68,12 +70,12 @@ def predict_device(profile_name: str, files: TraceFiles, as_json: bool) -> None:
     _show(predicted.as_dict(), prediction_table(profile, predicted), predicted.trace, title, files, as_json)
 
 
-def compare_techniques(spec: Spec, unpacked: str | None, as_json: bool) -> None:
+def compare_techniques(spec: Spec, unpacked: str | None, search_budget: int, as_json: bool) -> None:
     """Simulates a SPEC with the techniques added one by one, and prints the comparison."""
     ladder = rungs(spec, _seconds("--unpacked", unpacked))
     results = []
     with progress_bar("simulating", hidden=as_json) as report:
-        for result in simulate_ladder(ladder):
+        for result in simulate_ladder(ladder, search_budget):
             results.append(result)
             report(len(results), len(ladder))
     if as_json:

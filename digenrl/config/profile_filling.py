@@ -56,7 +56,7 @@ class _Filling:
         if "seconds_per_sample" not in trainer:
             if self.profile.training is None:
                 raise self.missing("trainer.seconds_per_sample", "training")
-            filled["seconds_per_sample"] = self.profile.training.seconds_per_sample
+            filled["seconds_per_sample"] = self.profile.training.seconds_per_sample / _cards(trainer)
         _add(filled, "commit", self.profile.shared_commit_seconds)
         if isinstance(trainer.get("helper"), Mapping):
             filled["helper"] = self._helper(dict(trainer["helper"]))
@@ -86,6 +86,13 @@ class _Filling:
                     slice_key,
                 )
         return table
+
+
+def _cards(trainer: Mapping[str, Any]) -> int:
+    """Of the trainer, which share its work: one for each lane of its helper."""
+    helper = trainer.get("helper")
+    lanes = helper.get("lanes", 1) if isinstance(helper, Mapping) else 1
+    return lanes if isinstance(lanes, int) and lanes > 0 else 1
 
 
 def _add(content: dict[str, Any], key: str, value: float | None) -> None:

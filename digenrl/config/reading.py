@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
@@ -82,7 +82,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
     try:
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = _read_json(text) if path.suffix == ".json" else yaml.load(text, _LoaderOfUniqueKeys)
     except RecursionError:
         raise ConfigError(f"{path}: {TOO_DEEP}") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:
@@ -92,6 +92,35 @@ def read_mapping(path: Path) -> dict[str, Any]:
     with errors_in(path):
         check_content(content)
     return content
+
+
+class _LoaderOfUniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is given twice, of which YAML would drop the first."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        mapping = super().construct_mapping(node, deep)
+        _refuse_repeated(
+            (self.construct_object(key, deep=True), f" in line {key.start_mark.line + 1}") for key in own
+        )
+        return mapping
+
+
+def _read_json(text: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _refuse_repeated((key, "") for key, _ in pairs)
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=unique)
+
+
+def _refuse_repeated(keys: Iterable[tuple[Any, str]]) -> None:
+    """Raises ValueError for a key that was there before; each comes with the place where it is."""
+    seen = set()
+    for key, place in keys:
+        if key in seen:
+            raise ValueError(f"the key {_describe(key)}{place} is given twice; leave one of them out")
+        seen.add(key)
 
 
 def check_content(content: Any) -> None:

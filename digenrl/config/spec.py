@@ -12,7 +12,15 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from digenrl.config.generator_pools import Count, GeneratorPool, check_pool_slice, check_slice, slice_sizes
-from digenrl.config.limits import GroupSize, OptimizerSteps, PromptsPerStep, check_samples
+from digenrl.config.limits import (
+    EvaluationChunks,
+    GroupSize,
+    Lanes,
+    LanesOrNone,
+    OptimizerSteps,
+    PromptsPerStep,
+    check_samples,
+)
 from digenrl.config.profile_filling import filled_in
 from digenrl.config.profiles import read_profile
 from digenrl.config.reading import ConfigError, Frozen, errors_about, parse_model, read_mapping
@@ -39,7 +47,6 @@ Number = Annotated[Decimal, BeforeValidator(_exact)]
 LONGEST_S = Decimal(10**7)  # of one job: about four months
 Duration = Annotated[Number, Field(ge=0, le=LONGEST_S)]
 PositiveDuration = Annotated[Number, Field(gt=0, le=LONGEST_S)]
-CountOrNone = Annotated[int, Field(ge=0)]
 SliceTable = Annotated[dict[Annotated[Count, BeforeValidator(_number)], PositiveDuration], Field(min_length=1)]
 
 
@@ -63,7 +70,7 @@ class TimedRewardPool(Frozen):
     A lane scores up to `batch` waiting samples of one slice together and needs `seconds` for each of them.
     """
 
-    lanes: CountOrNone = 0
+    lanes: LanesOrNone = 0
     seconds: Duration = Decimal(0)
     batch: Count = 1
 
@@ -71,7 +78,7 @@ class TimedRewardPool(Frozen):
 class HelperCosts(Frozen):
     """The trainer's own lanes as generators, and the cost of switching its role."""
 
-    lanes: Count = 1
+    lanes: Lanes = 1
     seconds: SliceTable
     switch_in: Duration = Decimal(0)
     switch_out: Duration = Decimal(0)
@@ -120,7 +127,7 @@ class EvaluationCosts(Frozen):
     """
 
     every: Count
-    chunks: Count
+    chunks: EvaluationChunks
     chunk: PositiveDuration
     score: Duration = Decimal(0)
 

@@ -11,7 +11,7 @@ from decimal import Decimal
 
 from digenrl.config.spec import Spec
 from digenrl.simulation.answer import Answer
-from digenrl.simulation.simulator import simulate
+from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate
 
 DEFAULT_STALE_FRACTION = Decimal("0.5")
 
@@ -70,6 +70,8 @@ def rungs(spec: Spec, unpacked_seconds: Decimal | None = None) -> tuple[Rung, ..
     )
 
 
-def simulate_ladder(ladder: tuple[Rung, ...]) -> Iterator[RungResult]:
+def simulate_ladder(
+    ladder: tuple[Rung, ...], search_budget: int = SIMULATED_SEARCH_BUDGET
+) -> Iterator[RungResult]:
     for rung in ladder:
-        yield RungResult(rung, None if rung.spec is None else simulate(rung.spec).answer)
+        yield RungResult(rung, None if rung.spec is None else simulate(rung.spec, search_budget).answer)

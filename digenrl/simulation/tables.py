@@ -26,7 +26,7 @@ def answer_table(spec: Spec, answer: Answer) -> Table:
     """The result of a simulated schedule, one figure per line."""
     samples = spec.steps * spec.prompts * spec.samples_per_prompt
     table = _table()
-    table.title, table.title_justify = title_of(spec), "left"
+    table.title, table.title_justify = Text(title_of(spec)), "left"  # names may contain brackets
     table.add_row("makespan", seconds(answer.makespan), f"{spec.steps} steps, {samples} samples")
     table.add_row("throughput", f"{answer.throughput:.4g}/s", "samples")
     table.add_row("bound", seconds(answer.bound), "if work were fluid and staleness free")

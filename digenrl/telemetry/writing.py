@@ -9,6 +9,7 @@ from pathlib import Path
 from digenrl.config.reading import ConfigError
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+YAML_ENDINGS = (".yaml", ".yml")
 
 
 def check_writable(path: Path) -> Path:
@@ -18,6 +19,19 @@ def check_writable(path: Path) -> Path:
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: no such folder: {path.parent}; create it first")
     return path
+
+
+def check_new_file(path: Path, force: bool, option: str = "--out") -> None:
+    """Raises ConfigError if a file at `path`, which `option` names, exists or could not be written."""
+    if check_writable(path).exists() and not force:
+        raise ConfigError(f"{path}: exists; add --force to overwrite it, or choose another file with {option}")
+
+
+def check_new_yaml(path: Path, force: bool, option: str = "--out") -> None:
+    """As `check_new_file`; also for a name by which the file could not be read again as YAML."""
+    if path.suffix not in YAML_ENDINGS:
+        raise ConfigError(f"{option}: writes YAML, got {path}; choose a name that ends in .yaml")
+    check_new_file(path, force, option)
 
 
 def write_atomically(path: Path, text: str) -> None:

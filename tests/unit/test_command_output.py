@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from digenrl.cli import app
+from digenrl.config.reading import ConfigError
+from digenrl.config.spec import Spec
+from digenrl.simulation import ladder
+from digenrl.simulation.simulator import SimulatedRun, simulate
 
 PRINTS = """
 import sys
+from pathlib import Path
 from digenrl import __main__
 from digenrl.commands.support.output import out
 import digenrl.cli
@@ -41,3 +53,41 @@ def test_what_the_encoding_of_the_output_lacks_is_escaped() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout == "r\\xf6t\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("simulate --chaos 1 --trace run.json", "--chaos: .*--trace"),
+        ("simulate --chaos 1 --unpacked 2", "--chaos: .*--unpacked"),
+        ("simulate docs/specs/gap.yaml --trace both.svg --gantt ./both.svg", "--trace and --gantt: .*both.svg"),
+        ("profile demo --out cpu.json", "--out: .*cpu.json.*.yaml"),
+        ("profile demo --out cpu", "--out: .*cpu.*.yaml"),
+        ("probe --out cluster.json", "--out: .*cluster.json.*.yaml"),
+        ("plan demo --cluster examples/cluster_small.yaml --spec spec.json", "--spec: .*spec.json.*.yaml"),
+    ],
+)
+def test_output_that_could_not_be_written_or_read_again_is_refused_before_any_work(
+    command: str, words: str
+) -> None:
+    error = CliRunner().invoke(app, command.split()).exception
+    assert isinstance(error, ConfigError)
+    assert re.match(words, str(error))
+
+
+def test_the_ladder_has_the_search_budget_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = set()
+
+    def simulated(spec: Spec, budget: int) -> SimulatedRun:
+        budgets.add(budget)
+        return simulate(spec.with_rules(help="none"), budget)
+
+    monkeypatch.setattr(ladder, "simulate", simulated)
+    assert CliRunner().invoke(app, ["simulate", "docs/specs/gap.yaml", "--ladder", "--budget", "7"]).exit_code == 0
+    assert budgets == {7}
+
+
+def test_a_name_in_brackets_is_printed(tmp_path: Path) -> None:
+    spec = Path("docs/specs/gap.yaml").read_text(encoding="utf-8")
+    (tmp_path / "spec.yaml").write_text(spec.replace("name: gen", "name: '[lab]'"), encoding="utf-8")
+    assert "4 [lab]: 4 prompts" in CliRunner().invoke(app, ["simulate", str(tmp_path / "spec.yaml")]).stdout

@@ -114,14 +114,14 @@ def test_a_profile_is_found_by_name_and_the_error_for_an_unknown_one_names_the_n
 
 
 def test_a_spec_takes_missing_times_from_its_profile(tmp_path: Path) -> None:
-    given = {**BARE, "reward": {"lanes": 1}, "trainer": {"helper": {}}, "policy": {"colocated": True}}
+    given = {**BARE, "reward": {"lanes": 1}, "trainer": {"helper": {"lanes": 2}}, "policy": {"colocated": True}}
     table = {1: 0.5, 4: 1.1, 12: 2.0}
-    helper = {"seconds": table, "switch_in": 0.1, "switch_out": 0.5}
+    helper = {"lanes": 2, "seconds": table, "switch_in": 0.1, "switch_out": 0.5}
     meant = {
         **{key: value for key, value in given.items() if key != "profile"},
         "generators": [{"name": "h200", "count": 2, "seconds": table}],
         "reward": {"lanes": 1, "seconds": 0.01},
-        "trainer": {"seconds_per_sample": 0.25, "commit": 0.3, "helper": helper},
+        "trainer": {"seconds_per_sample": 0.125, "commit": 0.3, "helper": helper},
         "publish": 0.2,
         "colocate": {"switch": 0.3},
     }

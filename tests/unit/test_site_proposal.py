@@ -10,6 +10,8 @@ import yaml
 from digenrl.config.reading import parse_model
 from digenrl.planning.facts.cluster import Cluster
 from digenrl.planning.sites.proposal import Links, ProbedMachine, proposal_text, propose_sites, proposed_cluster
+from digenrl.transports.ray import link_probe
+from digenrl.transports.ray.capacity import NodeResources
 
 
 def links(groups: list[list[str]], inside: list[float], between: float) -> Links:
@@ -65,3 +67,14 @@ def test_machines_without_cards_are_named_and_one_machine_has_no_sites() -> None
     assert proposed_cluster([ProbedMachine("alone")], {}) == {
         "pools": [{"name": "machines", "nodes": 1, "per_node": 1}]
     }
+
+
+def test_a_link_is_as_fast_as_its_slower_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    home, lab = (NodeResources(name, name, {}, {}) for name in ("home", "lab"))
+
+    def transfer_s(sender: NodeResources, receiver: NodeResources, size: int) -> float:
+        return size * 8 / (0.02e9 if sender is home else 0.2e9)
+
+    monkeypatch.setattr(link_probe, "_transfer_s", transfer_s)
+    for nodes in ((home, lab), (lab, home)):
+        assert list(link_probe.measure_links(nodes).values()) == [pytest.approx(0.02)]

@@ -118,6 +118,8 @@ def test_a_trainer_sends_activations_with_the_codec_of_its_links(
         ({"stages": "auto", "lora": {"rank": 4}}, {"ranks": 5}, "4 blocks"),
         ({"stages": [2, 2], "lora": {"rank": 4}, "links": {"activations": "int3"}}, {"ranks": 2}, "int8"),
         ({"stages": [0, 4], "lora": {"rank": 4}}, {"ranks": 2}, "training.stages"),
+        ({"stages": []}, {"ranks": 2}, "two stages"),
+        ({"stages": [2, 2], "links": {"deadline_s": 1e15}}, {"ranks": 2}, "deadline_s"),
     ],
 )
 def test_stages_that_do_not_fit_are_one_line_before_anything_is_loaded(

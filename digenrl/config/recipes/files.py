@@ -160,7 +160,7 @@ def _load(path: Path) -> DictConfig:
     if path.suffix == ".json":
         return OmegaConf.create(content)
     try:
-        # Parse the text again: OmegaConf's YAML reads 1e-4 as a number and rejects duplicate keys.
+        # Parse the text again: OmegaConf's YAML reads 1e-4 as a number.
         config = OmegaConf.create(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: {omegaconf_message(error)}") from None

@@ -23,6 +23,7 @@ from digenrl.config.limits import (
     Frames,
     GroupSize,
     Lanes,
+    LanesOrNone,
     OptimizerSteps,
     Pixels,
     PromptsPerStep,
@@ -307,7 +308,7 @@ class LaneSettings(Frozen):
     cards_per_replica: Lanes = Field(default=1, description="ranks that train each sample together")
     cards_per_generator: Lanes = Field(default=1, description="cards that generate each sample together")
     generators: Lanes | tuple[str, ...] = 1
-    rewards: Annotated[int, Field(ge=0, le=16_384)] | tuple[str, ...] = 1
+    rewards: LanesOrNone | tuple[str, ...] = 1
     encoder: str = Field(default="auto", description="where prompts are encoded; the trainer's device by default")
     threads: Lanes | Literal["auto"] = "auto"
     memory_gib: float | None = Field(
@@ -526,8 +527,10 @@ class Recipe(Frozen):
         if stages is None:
             return
         count, ranks = len(stages) if stages != "auto" else None, self.lanes.ranks
-        if count == 1:
-            raise _conflict(where, f"{_shown(stages)}, a single stage; give at least two, or leave it out")
+        if count is not None and count < 2:
+            raise _conflict(
+                where, f"{_shown(stages)}, but a model has two stages or more; give them, or leave it out"
+            )
         if ranks == 1 or count not in (None, ranks):
             wanted = "the number of stages" if count is None else str(count)
             raise _conflict(where, f"{_shown(stages)}, but lanes.ranks is {ranks}; set that to {wanted}")

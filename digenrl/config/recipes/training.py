@@ -72,7 +72,7 @@ class StageLinkSettings(Frozen):
     gradients: CodecChoice = "none"
     ratio: float = Field(default=10.0, ge=1)
     deadline_s: float = Field(
-        default=60.0, gt=0, description="a link over which nothing arrives for this long is lost"
+        default=60.0, gt=0, le=1e6, description="a link over which nothing arrives for this long is lost"
     )
 
     @model_validator(mode="before")

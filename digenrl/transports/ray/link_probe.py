@@ -22,17 +22,23 @@ def measure_links(
 ) -> dict[frozenset[str], float]:
     """The gbit/s between every two machines, by their names; this process has joined the cluster.
 
-    Raises ConfigError if a machine does not answer.
+    A link is as fast as the slower of its two directions: many have a slow uplink. Raises ConfigError if a machine
+    does not answer.
     """
     links: dict[frozenset[str], float] = {}
     for first, second in combinations(nodes, 2):
         notify(f"measuring {machine_name(first)} - {machine_name(second)}")
-        seconds = _transfer_s(first, second, SMALL_BYTES)
-        gbit_s = SMALL_BYTES * BITS / GIGA / seconds
-        if seconds < FAST_S:
-            gbit_s = max(gbit_s, LARGE_BYTES * BITS / GIGA / _transfer_s(first, second, LARGE_BYTES))
+        gbit_s = min(_gbit_s(first, second), _gbit_s(second, first))
         links[frozenset((machine_name(first), machine_name(second)))] = gbit_s
     return links
+
+
+def _gbit_s(sender: NodeResources, receiver: NodeResources) -> float:
+    seconds = _transfer_s(sender, receiver, SMALL_BYTES)
+    gbit_s = SMALL_BYTES * BITS / GIGA / seconds
+    if seconds >= FAST_S:
+        return gbit_s
+    return max(gbit_s, LARGE_BYTES * BITS / GIGA / _transfer_s(sender, receiver, LARGE_BYTES))
 
 
 def machine_name(node: NodeResources) -> str:

@@ -356,25 +356,12 @@ def test_lanes_of_one_kind_may_generate_pieces_of_different_size() -> None:
 
 
 def alternatives(spec: Spec) -> dict[str, Spec]:
-    all_train = all(pool.train_seconds is not None for pool in spec.generators)
     return {
         "trainer": spec.with_rules(assist="trainer", help="auto"),
         "none": spec.with_rules(assist="none"),
-        **({"colocated": spec.with_rules(colocated=True)} if all_train else {}),
+        "colocated": spec.with_rules(colocated=True),
         "search": spec.with_rules(help="search"),
     }
-
-
-def test_auto_does_not_train_on_generators_that_cannot() -> None:
-    content = {
-        **{"steps": 1, "prompts": 2, "samples_per_prompt": 4, "slice": 2},
-        "generators": [{"count": 4, "seconds": {2: 1}}],
-        "trainer": {"seconds_per_sample": 5, "helper": {"seconds": {2: 1}}},
-        "policy": {"assist": "both", "help": "auto"},
-    }
-    run = simulate(parse_model(Spec, content))
-    assert not run.spec.policy.colocated
-    assert run.answer.makespan >= run.answer.bound >= 8 * 5
 
 
 @settings(max_examples=5)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BytesIO
@@ -381,24 +382,45 @@ def test_hundreds_of_hostile_connections_do_not_disturb_clients_with_the_token()
     assert statuses == [200] * 500
 
 
-def test_a_server_with_a_certificate_is_reached_over_https_only(tmp_path: Path) -> None:
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     names = ["-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     files = ["-keyout", str(key), "-out", str(certificate)]
     subprocess.run([*command, *names, *files], check=True, capture_output=True)
-    tls = TlsFiles(certificate, key)
-    tls.check()
+    return TlsFiles(certificate, key)
+
+
+def test_a_server_with_a_certificate_is_reached_over_https_only(tls: TlsFiles, tmp_path: Path) -> None:
     with serving(FunctionReward("moody", moody, {}), tls=tls) as url:
-        trusting = client(url, ca_file=str(certificate))
+        trusting = client(url, ca_file=str(tls.certificate))
         assert trusting.score(PIXELS[:1], PROMPTS[:1], METADATA[:1]).values == (3.0,)
         with pytest.raises(RewardError, match="CERTIFICATE_VERIFY_FAILED"):
             client(url, retries=0).score(PIXELS[:1], PROMPTS[:1], METADATA[:1])
         with pytest.raises(RewardError, match="did not respond"):
             client(url.replace("https", "http"), retries=0).score(PIXELS[:1], PROMPTS[:1], METADATA[:1])
-    key.write_text("not a key")
+    (tmp_path / "key.pem").write_text("not a key")
     with pytest.raises(ConfigError, match="not a certificate with its private key"):
-        tls.check()
+        TlsFiles(tls.certificate, tmp_path / "key.pem").context()
+
+
+def test_clients_that_never_complete_a_tls_handshake_are_disconnected(tls: TlsFiles) -> None:
+    with serving(FunctionReward("moody", moody, {}), tls=tls) as url:
+        port, ca_file = int(url.rpartition(":")[2]), str(tls.certificate)
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(300)]
+        assert client(url, ca_file=ca_file).score(PIXELS[:1], PROMPTS[:1], METADATA[:1]).values == (3.0,)
+        with suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b"", "the oldest of more than the guard allows"
+        for each in silent:
+            each.close()
+
+
+def test_an_address_that_is_in_use_is_reported_before_anything_is_served(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match="in use"):
+        serve(FunctionReward("moody", moody, {}), port=other.getsockname()[1])
+    assert not capsys.readouterr().out
 
 
 def test_serve_in_a_separate_process_prints_a_working_token() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+from asyncio.sslproto import SSLProtocol
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,19 +46,34 @@ class ConnectionGuard:
         self._strangers.pop(address).abort()
 
 
-def guarded_protocol(guard: ConnectionGuard) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol with a guard over its connections."""
+def guarded_protocol(
+    guard: ConnectionGuard, tls: ssl.SSLContext | None = None
+) -> Callable[..., asyncio.BaseProtocol]:
+    """uvicorn's HTTP protocol, inside of TLS if there is a context for it, with a guard over its connections.
 
-    class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    The guard sees a connection before the TLS handshake, which a client may never complete.
+    """
+
+    class Guarded:
         """Reports connections to the guard."""
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
             self._address = tuple(transport.get_extra_info("peername") or ("", 0))[:2]
             guard.opened(self._address, transport)
+            super().connection_made(transport)  # type: ignore[misc]
 
         def connection_lost(self, exc: Exception | None) -> None:
             guard.forget(self._address)
-            super().connection_lost(exc)
+            super().connection_lost(exc)  # type: ignore[misc]
 
-    return GuardedProtocol
+    class GuardedHttp(Guarded, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        """A connection without TLS."""
+
+    class GuardedTls(Guarded, SSLProtocol):
+        """A connection that begins with a TLS handshake."""
+
+        def __init__(self, **options: Any) -> None:
+            loop, waiter = asyncio.get_running_loop(), None
+            super().__init__(loop, AutoHTTPProtocol(**options), tls, waiter, server_side=True)
+
+    return GuardedHttp if tls is None else GuardedTls

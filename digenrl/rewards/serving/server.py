@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import secrets
+import socket
 import ssl
 import threading
 from dataclasses import dataclass
@@ -84,10 +85,12 @@ class TlsFiles:
     certificate: Path
     key: Path
 
-    def check(self) -> None:
+    def context(self) -> ssl.SSLContext:
         """Raises ConfigError if they cannot be used."""
         try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(self.certificate, self.key)
+            return context
         except OSError as error:  # ssl.SSLError is one
             files = f"{self.certificate} and {self.key}"
             raise ConfigError(f"{files}: not a certificate with its private key: {one_line(error)}") from None
@@ -98,11 +101,9 @@ def server_config(
 ) -> uvicorn.Config:
     """The configuration of a server that clients without the token cannot block."""
     guard = ConnectionGuard()
-    if tls is not None:
-        options |= {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
     return uvicorn.Config(
         create_app(reward, token, limits, guard),
-        http=guarded_protocol(guard),
+        http=guarded_protocol(guard, None if tls is None else tls.context()),
         log_level="warning",
         proxy_headers=False,  # the guard knows clients by their real addresses
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -119,15 +120,24 @@ def serve(
 ) -> None:
     """Serves until interrupted. On a loopback address, a token is generated and printed if none is given."""
     accepted = token_for(host, token)
-    if tls is not None:
-        tls.check()
+    config = server_config(reward, accepted, tls=tls, host=host, port=port)
+    check_address(host, port)
     if token is None:
         print(f"token: {accepted}", flush=True)
     scheme = "http" if tls is None else "https"
     print(f"serving reward '{reward.label}' on {scheme}://{_bracketed(host)}:{port}", flush=True)
     if tls is None and not is_loopback(host):
         print("not encrypted: use --certificate and --key, or a network that you trust", flush=True)
-    uvicorn.Server(server_config(reward, accepted, tls=tls, host=host, port=port)).run()
+    uvicorn.Server(config).run()
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ConfigError if no server can listen there, for example because another one does."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        reason = (error.strerror or one_line(error)).partition(" (")[0]
+        raise ConfigError(f"--host {host} --port {port}: cannot be listened on: {reason}; name others") from None
 
 
 def token_for(host: str, token: str | None) -> str:

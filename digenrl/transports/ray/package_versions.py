@@ -33,8 +33,8 @@ def check_versions(cluster: ClusterResources, timeout_s: float, expected: Mappin
         ray.cancel(reference, force=True)
     if silent:
         raise ConfigError(
-            f"{_describe(nodes[silent[0]])} does not answer within {timeout_s:g} s; "
-            "see `ray status`, or stop Ray on it"
+            f"{_describe(nodes[silent[0]])} does not answer within {timeout_s:g} s; raise cluster.start_timeout_s "
+            "if it is slow, see `ray status`, or stop Ray on it"
         )
 
 

@@ -683,6 +683,19 @@ class Recipe(Frozen):
         return self.rewards if own is None else own
 
     @property
+    def token_variables(self) -> tuple[str, ...]:
+        """The environment variables with tokens that the recipe names: the hub's and those of servers."""
+        rewards = [getattr(reward, "token_env", None) for reward in (*self.rewards, *self.held_out_rewards)]
+        hub = None if self.model.token is None else self.model.token.removeprefix("env:")
+        return tuple(dict.fromkeys(name for name in (hub, *rewards) if name is not None))
+
+    @property
+    def scoring_limit_s(self) -> float:
+        """How long samples may be scored by the limits that rewards have; 0 if none has any."""
+        several = (self.rewards, self.held_out_rewards)
+        return max(sum(reward.time_limit_s for reward in rewards) for rewards in several)
+
+    @property
     def window(self) -> Window:
         """The window of the recipe, or the default one of its algorithm."""
         chosen = self.sample.window

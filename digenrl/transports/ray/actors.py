@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -75,9 +75,9 @@ class ActorLocation:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnvironment:
-    """Environment variables, and folders to search for modules, such as a user's own reward."""
+    """Environment variables, some with tokens, and folders to search for modules, such as a user's own reward."""
 
-    variables: Mapping[str, str]
+    variables: Mapping[str, str] = field(repr=False)
     search_path: tuple[str, ...]
 
 

@@ -6,6 +6,7 @@ runs earlier jobs. Tensors that it leaves stay in the object store of its machin
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import time
@@ -261,7 +262,11 @@ def _actor_class(request: ResourceRequest, node_id: str | None) -> Any:
 
 
 def _environment(assignment: Assignment) -> ProcessEnvironment:
-    """Variables that torch reads at import, and the module search path. A worker on the CPU sees no GPU."""
+    """Variables that torch reads at import, tokens that are set here, and the module search path.
+
+    A worker on the CPU sees no GPU.
+    """
     gpus = {"CUDA_VISIBLE_DEVICES": ""} if assignment.device == "cpu" else {}
-    variables = TORCH_ENVIRONMENT | {"OMP_NUM_THREADS": str(torch_threads(assignment))} | gpus
+    tokens = {name: os.environ[name] for name in assignment.recipe.token_variables if name in os.environ}
+    variables = TORCH_ENVIRONMENT | {"OMP_NUM_THREADS": str(torch_threads(assignment))} | gpus | tokens
     return ProcessEnvironment(variables, tuple(place or str(Path.cwd()) for place in sys.path))

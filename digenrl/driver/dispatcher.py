@@ -113,9 +113,8 @@ class Dispatcher:
         hooks = hooks or RunHooks()
         self._clock, self._look_around, self._notify = clock, hooks.look_around, hooks.notify
         self.stores = DriverStores(recipe, resources.workers, resources.artifacts, prompts)
-        self._jobs = PendingJobs(
-            resources.transport, clock, JobDeadlines(recipe.lanes.patience_s, hooks.monotonic)
-        )
+        deadlines = JobDeadlines(recipe.lanes.patience_s, hooks.monotonic, recipe.scoring_limit_s)
+        self._jobs = PendingJobs(resources.transport, clock, deadlines)
         self._inputs = JobInputs(self.stores, hooks.checkpoint_facts)
         self._outputs = JobOutputs(self.stores, self._jobs.jobs, hooks.on_step)
         self._supervisor = Supervisor(

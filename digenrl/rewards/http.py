@@ -12,7 +12,7 @@ from torch import Tensor
 from digenrl.config.rewards.table import HttpSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
 from digenrl.rewards.serving.http_client import NoResponseError, make_client, post_with_retries
-from digenrl.rewards.serving.http_messages import Refusal, ScoreReply, encode_request
+from digenrl.rewards.serving.http_messages import Refusal, ScoreReply, encode_request, requests_of
 
 
 class HttpReward(Reward):
@@ -30,8 +30,7 @@ class HttpReward(Reward):
     def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         sent_BFCHW = pixels_BFCHW[:, :: self.settings.frame_stride]
         replies = []
-        for start in range(0, len(prompts), self.settings.batch_size):
-            rows = slice(start, min(start + self.settings.batch_size, len(prompts)))
+        for rows in requests_of(sent_BFCHW, metadata, self.settings.batch_size):
             replies.append(self._ask(encode_request(sent_BFCHW[rows], prompts[rows], metadata[rows]), rows))
         if any(reply.parts.keys() != replies[0].parts.keys() for reply in replies):
             raise RewardError(self.label, "the parts differ between the replies of the server")
@@ -70,6 +69,8 @@ class HttpReward(Reward):
         count = rows.stop - rows.start
         named = [index for index in refusal.samples if 0 <= index < count]
         reason = f"{self.settings.url} answered {response.status_code}: {refusal.error}"
+        if response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
+            reason += "; lower batch_size, or raise frame_stride"
         return self._failed(reason, rows, named or range(count))
 
     def _failed(self, reason: str, rows: slice, within: Sequence[int] | None = None) -> RewardError:

@@ -35,6 +35,7 @@ from digenrl.rewards.building import build_reward, build_rewards
 from digenrl.rewards.contract import RewardBatch, RewardError
 from digenrl.rewards.function import FunctionReward
 from digenrl.rewards.http import HttpReward
+from digenrl.rewards.serving import http_messages
 from digenrl.rewards.serving.http_messages import Limits
 from digenrl.rewards.serving.server import TlsFiles, create_app, serve, token_for
 
@@ -110,6 +111,17 @@ def test_prompts_metadata_and_frames_arrive_as_they_were_sent() -> None:
     assert torch.equal(pixels, (PIXELS * 255).round() / 255)
     assert (prompts, metadata) == (PROMPTS, METADATA)
     assert torch.equal(seen[1][0], pixels[:, :1])
+
+
+def test_large_samples_are_sent_in_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_messages, "PIXELS_PER_REQUEST", 5 * 24 * 40)
+    sources: list[dict[str, Any]] = [{}, {}, {"source_images": (torch.rand(3, 24, 80),)}, {}, {}]
+    rows = [(each.start, each.stop) for each in http_messages.requests_of(PIXELS, sources, 16)]
+    assert rows == [(0, 2), (2, 3), (3, 5)]
+    monkeypatch.setattr(http_messages, "PIXELS_PER_REQUEST", 1)
+    assert len(list(http_messages.requests_of(PIXELS, METADATA, 16))) == 5
+    with serving(FunctionReward("moody", moody, {})) as url:
+        assert client(url).score(PIXELS, PROMPTS, METADATA).values == tuple(len(prompt) for prompt in PROMPTS)
 
 
 def test_a_wrong_token_is_rejected_before_the_body_is_read(url: str) -> None:
@@ -417,7 +429,9 @@ def test_clients_that_never_complete_a_tls_handshake_are_disconnected(tls: TlsFi
             each.close()
 
 
-def test_an_address_that_is_in_use_is_reported_before_anything_is_served(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_that_is_in_use_is_reported_before_anything_is_served(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match="in use"):
         serve(FunctionReward("moody", moody, {}), port=other.getsockname()[1])
     assert not capsys.readouterr().out

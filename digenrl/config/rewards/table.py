@@ -184,6 +184,10 @@ class FunctionSettings(RewardSettings):
         return self.requirements
 
     @property
+    def time_limit_s(self) -> float:
+        return self.timeout_s if self.isolated else 0.0
+
+    @property
     def needs_whole_groups(self) -> bool:
         """Whether the function compares the samples of a group."""
         return self.scores == "groups"
@@ -220,6 +224,10 @@ class ServerSettings(RewardSettings):
             raise ValueError(f"expected http://host:port or https://host, got {url!r}")
         return url.rstrip("/")
 
+    @property
+    def time_limit_s(self) -> float:
+        return self.timeout_s + self.retries * (self.timeout_s + self.max_backoff_s)
+
     def read_token(self) -> str:
         """The token in the environment; empty if the server needs none. Raises ConfigError if it is not set."""
         token = "" if self.token_env is None else os.environ.get(self.token_env, "")
@@ -244,7 +252,8 @@ class HttpSettings(ServerSettings):
 
     name: Literal["http"] = "http"
     token_env: str = Field(default="DIGENRL_REWARD_TOKEN", min_length=1)
-    batch_size: PositiveInt = Field(default=16, description="samples in one request")
+    retries: int = Field(default=8, ge=0, le=20, description="enough for a server that restarts")
+    batch_size: PositiveInt = Field(default=16, description="samples in one request, at most")
 
 
 class JudgeSettings(ServerSettings):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from digenrl.records import Encode, Evaluate, Generate, Job, Score
+from digenrl.records import Calibrate, Encode, Evaluate, Generate, Job, Score
 from digenrl.transports.active_clock import ActiveClock
 
 FACTOR = 10  # a job may take this many times as long as the longest of its kind so far
 UNTIMED_FACTOR = 30  # times the patience, for the first job of its kind: it may compile, or time many sizes
 LONGEST_PAUSE_S = 5.0  # of the driver between two looks that counts for a worker
-SCORING = (Generate, Score, Evaluate)  # jobs that may wait for a reward
+SCORING = (Calibrate, Generate, Score, Evaluate)  # jobs that may wait for a reward
 INDEPENDENT = (Encode, Generate, Score, Evaluate)  # jobs that never wait for another worker
 
 

@@ -34,7 +34,7 @@ from digenrl.config.rewards.table import HttpSettings, parse_rewards
 from digenrl.rewards.building import build_reward, build_rewards
 from digenrl.rewards.contract import RewardBatch, RewardError
 from digenrl.rewards.function import FunctionReward
-from digenrl.rewards.http import HttpReward
+from digenrl.rewards.http import HttpReward, check_server
 from digenrl.rewards.serving import http_messages
 from digenrl.rewards.serving.http_messages import Limits
 from digenrl.rewards.serving.server import TlsFiles, create_app, serve, token_for
@@ -136,6 +136,24 @@ def test_a_wrong_token_is_rejected_before_the_body_is_read(url: str) -> None:
         response = httpx.post(f"{url}/score", content=b"x" * 90_000, headers=headers, trust_env=False)
         assert response.status_code == 401
         assert response.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_a_server_that_refuses_every_request_is_reported_before_the_run(
+    url: str, tls: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(address: str, token: str = TOKEN) -> None:
+        monkeypatch.setenv("DIGENRL_REWARD_TOKEN", token)
+        check_server(HttpSettings(url=address))
+
+    check(url)
+    check("http://127.0.0.1:9")  # which may be started later
+    with pytest.raises(ConfigError, match="refuses the token; set DIGENRL_REWARD_TOKEN"):
+        check(url, "another token")
+    with pytest.raises(ConfigError, match="no /score"):
+        check(f"{url}/score")
+    with serving(FunctionReward("moody", moody, {}), tls=tls) as secured:
+        with pytest.raises(ConfigError, match="ca_file"):
+            check(secured)
 
 
 def test_health_is_public_and_says_nothing_else(url: str) -> None:

@@ -55,11 +55,14 @@ class HttpReward(Reward):
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in reason["loc"]) or "the reply"
-            raise self._failed(f"the reply of {self.settings.url} has no scores: {where}: {reason['msg']}", rows) from None
+            raise self._failed(
+                f"the reply of {self.settings.url} has no scores: {where}: {reason['msg']}", rows
+            ) from None
         for numbers in (reply.values, *reply.parts.values()):
             if len(numbers) != rows.stop - rows.start:
                 raise self._failed(
-                    f"{self.settings.url} returned {len(numbers)} scores for {rows.stop - rows.start} samples", rows
+                    f"{self.settings.url} returned {len(numbers)} scores for {rows.stop - rows.start} samples",
+                    rows,
                 )
         return reply
 

@@ -356,6 +356,27 @@ def test_the_client_waits_as_long_as_the_server_asks_it_to(scripted: HTTPServer)
     assert ask(scripted, (503, b""), GOOD)[1] == [1.5], "never longer than max_backoff_s"
 
 
+def test_a_request_whose_client_has_given_up_is_not_scored() -> None:
+    gate, entered, scored = threading.Event(), threading.Event(), []
+
+    def slow(pixels: Tensor, prompts: list[str], metadata: object) -> list[float]:
+        scored.extend(prompts)
+        entered.set()
+        gate.wait(60)
+        return [0.0] * len(pixels)
+
+    with serving(FunctionReward("slow", slow, {})) as url:
+        first = threading.Thread(target=post, args=(url, sample()))
+        first.start()
+        assert entered.wait(60)
+        with pytest.raises(RewardError, match="ReadTimeout"):
+            client(url, retries=0, timeout_s=0.3).score(PIXELS[:1], ["given up"], METADATA[:1])
+        gate.set()
+        first.join()
+        client(url).score(PIXELS[:1], ["last"], METADATA[:1])
+    assert scored == ["p", "last"]
+
+
 def test_an_overloaded_server_answers_503_and_its_health_stays_good() -> None:
     gate, entered = threading.Event(), threading.Event()
 

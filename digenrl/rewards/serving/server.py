@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from anyio import from_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
@@ -41,7 +42,8 @@ def create_app(
 ) -> FastAPI:
     """GET /health (public, only says that the server is up) and POST /score (needs the bearer token).
 
-    Requests are scored one at a time, so that rewards need not be thread-safe. If a reward fails, the response is
+    Requests are scored one at a time, so that rewards need not be thread-safe; those whose clients have disconnected
+    meanwhile are not. If a reward fails, the response is
     status 500 with the reason, never a number. If too many requests wait, it is 503 with a Retry-After header.
     """
     if not token:
@@ -69,7 +71,7 @@ def create_app(
                 body = await _read_body(request, accepted.body_bytes)
             if body is None:
                 return _refusal(413, f"the body is larger than the {accepted.body_bytes} bytes allowed")
-            return await run_in_threadpool(_answer, reward, body, accepted, scoring)
+            return await run_in_threadpool(_answer, reward, request, body, accepted, scoring)
         except TimeoutError:
             return _refusal(408, f"the body did not arrive in {accepted.body_s:.0f} s")
         finally:
@@ -173,8 +175,12 @@ def token_fits(authorization: str, token: str) -> bool:
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())
 
 
-def _answer(reward: Reward, body: bytes, limits: Limits, scoring: threading.Lock) -> JSONResponse:
+def _answer(
+    reward: Reward, request: Request, body: bytes, limits: Limits, scoring: threading.Lock
+) -> JSONResponse:
     with scoring:  # includes unpacking: waiting requests hold their bodies but no pixels
+        if from_thread.run(request.is_disconnected):  # the client has given up, and may have asked again
+            return _refusal(503, "the client has disconnected")
         try:
             batch = reward.score(*decode_request(body, limits))
         except MessageError as error:

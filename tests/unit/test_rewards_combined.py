@@ -75,6 +75,16 @@ def test_a_score_or_a_part_that_is_not_finite_is_an_error_that_names_sample_and_
             )
 
 
+def test_a_reward_that_changes_the_pixels_of_the_next_one_is_an_error() -> None:
+    def darkens(pixels: Tensor, prompts: object, metadata: object) -> Tensor:
+        return pixels.mul_(0.5).flatten(1).mean(dim=1)
+
+    changing, other = FunctionReward("darkens", darkens, {}), returning([1, 2, 3])
+    with pytest.raises(RewardError, match=r"'darkens'.*clone"):
+        WeightedReward([(changing, 1.0), (other, 1.0)]).score(PIXELS.clone(), PROMPTS, METADATA)
+    assert WeightedReward([(other, 1.0), (changing, 1.0)]).score(PIXELS.clone(), PROMPTS, METADATA)
+
+
 def test_a_weighted_sum_that_overflows_is_an_error() -> None:
     with pytest.raises(RewardError, match="sample 2"):
         WeightedReward([(returning([0.0, 0.0, 1e300]), 1e300)]).score(PIXELS, PROMPTS, METADATA)

@@ -151,9 +151,9 @@ def test_a_server_that_refuses_every_request_is_reported_before_the_run(
         check(url, "another token")
     with pytest.raises(ConfigError, match="no /score"):
         check(f"{url}/score")
-    with serving(FunctionReward("moody", moody, {}), tls=tls) as secured:
-        with pytest.raises(ConfigError, match="ca_file"):
-            check(secured)
+    trusted_elsewhere = serving(FunctionReward("moody", moody, {}), tls=tls)
+    with trusted_elsewhere as secured, pytest.raises(ConfigError, match="ca_file"):
+        check(secured)
 
 
 def test_health_is_public_and_says_nothing_else(url: str) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import ssl
 from asyncio.sslproto import SSLProtocol
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,34 +45,35 @@ class ConnectionGuard:
         self._strangers.pop(address).abort()
 
 
-def guarded_protocol(
-    guard: ConnectionGuard, tls: ssl.SSLContext | None = None
-) -> Callable[..., asyncio.BaseProtocol]:
+def guarded_protocol(guard: ConnectionGuard, tls: ssl.SSLContext | None = None) -> type[asyncio.Protocol]:
     """uvicorn's HTTP protocol, inside of TLS if there is a context for it, with a guard over its connections.
 
     The guard sees a connection before the TLS handshake, which a client may never complete.
     """
+    base: Any = AutoHTTPProtocol if tls is None else _tls_protocol(tls)
 
-    class Guarded:
+    class GuardedProtocol(base):  # type: ignore[misc]
         """Reports connections to the guard."""
 
         def connection_made(self, transport: Any) -> None:
             self._address = tuple(transport.get_extra_info("peername") or ("", 0))[:2]
             guard.opened(self._address, transport)
-            super().connection_made(transport)  # type: ignore[misc]
+            super().connection_made(transport)
 
         def connection_lost(self, exc: Exception | None) -> None:
             guard.forget(self._address)
-            super().connection_lost(exc)  # type: ignore[misc]
+            super().connection_lost(exc)
 
-    class GuardedHttp(Guarded, AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        """A connection without TLS."""
+    return GuardedProtocol
 
-    class GuardedTls(Guarded, SSLProtocol):
-        """A connection that begins with a TLS handshake."""
+
+def _tls_protocol(context: ssl.SSLContext) -> type[SSLProtocol]:
+    class TlsProtocol(SSLProtocol):
+        """The TLS handshake, and then uvicorn's HTTP protocol."""
 
         def __init__(self, **options: Any) -> None:
-            loop, waiter = asyncio.get_running_loop(), None
-            super().__init__(loop, AutoHTTPProtocol(**options), tls, waiter, server_side=True)
+            waiter: Any = None  # nobody waits for the handshake
+            http = AutoHTTPProtocol(**options)
+            super().__init__(asyncio.get_running_loop(), http, context, waiter, server_side=True)
 
-    return GuardedHttp if tls is None else GuardedTls
+    return TlsProtocol

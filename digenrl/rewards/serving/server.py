@@ -42,9 +42,9 @@ def create_app(
 ) -> FastAPI:
     """GET /health (public, only says that the server is up) and POST /score (needs the bearer token).
 
-    Requests are scored one at a time, so that rewards need not be thread-safe; those whose clients have disconnected
-    meanwhile are not. If a reward fails, the response is
-    status 500 with the reason, never a number. If too many requests wait, it is 503 with a Retry-After header.
+    Requests are scored one at a time, so that rewards need not be thread-safe; those whose clients disconnect
+    meanwhile are not scored. If a reward fails, the response is status 500 with the reason, never a number. If too
+    many requests wait, it is 503 with a Retry-After header.
     """
     if not token:
         raise ValueError("a reward server needs a token, got an empty one")

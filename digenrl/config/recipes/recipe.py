@@ -479,6 +479,7 @@ class Recipe(Frozen):
             why = "ema, but the run keeps no moving average; add training.ema={decay: 0.9}, or set it to trained"
             raise _conflict("evaluation.weights", why)
         self._check_group_rewards()
+        self._check_video_rewards()
         self._check_pairs()
         if self.training.job_samples != "auto":
             with errors_about("training.job_samples"):
@@ -581,6 +582,17 @@ class Recipe(Frozen):
             if reward.needs_whole_groups:
                 why = f"'{reward.shown_as}' compares the samples of a group, and held-out prompts have one sample"
                 raise _conflict("evaluation.rewards", f"{why} each; give evaluations other rewards")
+
+    def _check_video_rewards(self) -> None:
+        """Raises ConfigError if a reward of videos would get images."""
+        scored = [("rewards", self.rewards, self.sample.frames)]
+        if self.evaluation is not None:
+            scored.append(("evaluation.rewards", self.held_out_rewards, self.held_out_size[2]))
+        for where, rewards, frames in scored:
+            for reward in rewards:
+                if frames < reward.least_frames:
+                    why = f"'{reward.shown_as}' scores videos of at least {reward.least_frames} frames, got {frames}"
+                    raise _conflict(where, f"{why}; use another reward, or generate videos (sample.frames)")
 
     def _check_pairs(self) -> None:
         """Raises ConfigError if samples that are pairs of images do not fit the batch, or a reward needs them."""

@@ -28,6 +28,11 @@ class RewardSettings(Frozen):
         return False
 
     @property
+    def least_frames(self) -> int:
+        """How many frames a sample must have."""
+        return 1
+
+    @property
     def time_limit_s(self) -> float:
         """How long it waits for scores before it gives up, retries included; 0 if it has no limit."""
         return 0.0

@@ -152,7 +152,7 @@ def token_for(host: str, token: str | None) -> str:
     if not token:
         raise ConfigError(
             f"host {host} is reachable from other machines and needs a token of at least {MIN_TOKEN_LENGTH} "
-            "characters; set it in the variable of --token-env (DIGENRL_REWARD_TOKEN), or use 127.0.0.1"
+            "characters; set it in the variable of --token-env, by default DIGENRL_REWARD_TOKEN, or use 127.0.0.1"
         )
     if len(token) < MIN_TOKEN_LENGTH:
         raise ConfigError(

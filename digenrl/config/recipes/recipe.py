@@ -591,7 +591,9 @@ class Recipe(Frozen):
         for where, rewards, frames in scored:
             for reward in rewards:
                 if frames < reward.least_frames:
-                    why = f"'{reward.shown_as}' scores videos of at least {reward.least_frames} frames, got {frames}"
+                    why = (
+                        f"'{reward.shown_as}' scores videos of at least {reward.least_frames} frames, got {frames}"
+                    )
                     raise _conflict(where, f"{why}; use another reward, or generate videos (sample.frames)")
 
     def _check_pairs(self) -> None:

@@ -396,7 +396,7 @@ class Dispatcher:
         self._supervisor.fill()
 
     def _start_failed(self, worker: str, failure: StartFailed) -> None:
-        """Ends the run, unless it can continue without the worker: a machine that has joined may lack something."""
+        """Ends the run, unless other generators are left: a machine that has joined may lack something."""
         self._jobs.transport.end(worker)
         for name in dict.fromkeys((worker, *rank_names(self._supervisor.assignment(worker)))):
             self._jobs.lose(name)

@@ -42,7 +42,7 @@ from digenrl.transports.ray.package_versions import check_versions
 from digenrl.transports.ray.placing import place_on_cluster
 from digenrl.transports.ray.transport import RayTransport
 from digenrl.transports.ray.weight_broadcast import WeightTransfer
-from digenrl.worker.assignment import Assignment, Ready
+from digenrl.worker.assignment import Assignment, Ready, StartFailed
 
 FAR_NODE = {"labels": {"zone": "far", "site": "far"}, "num_cpus": 2}
 CLUSTER = {
@@ -319,11 +319,19 @@ def test_a_lost_node_takes_its_workers_and_tensors_with_it(
 
 
 def test_adapters_enter_a_site_once_and_are_copied_again_if_the_node_that_has_them_is_lost(
-    shared: Setting, joined: tuple[SeveralNodes, RayCluster]
+    shared: Setting, joined: tuple[SeveralNodes, RayCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, distant, other = shared.near, shared.distant, shared.workers.reserve[0]
     added = [joined[0].add(**FAR_NODE | {"num_cpus": 1}) for _ in range(2)]
     nodes = {node.node_id: node for node in added}
+    with monkeypatch.context() as patched:
+        patched.setattr("digenrl.transports.ray.transport.versions_here", lambda: {"torch": "1.0"})
+        shared.transport.start(distant)
+        (message,) = wait_for(shared.transport, 1)
+    shared.transport.end(distant.name)
+    refused = message.report
+    assert isinstance(refused, StartFailed) and refused.user_error, "nodes that join are checked, too"
+    assert "has torch" in refused.reason and "1.0" in refused.reason
     shared.start_missing(near, distant, other)
     far = {shared.process(each).node_id for each in (distant, other)}
     assert len(far) == 2

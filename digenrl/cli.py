@@ -415,12 +415,13 @@ def serve_reward_command(
     add_to_python_path([Path.cwd()])
     with _requires("train", "serve"):
         from digenrl.rewards.building import build_rewards
-        from digenrl.rewards.serving.server import TlsFiles, serve, token_for
+        from digenrl.rewards.serving.server import TlsFiles, check_address, serve, token_for
     tls = None if certificate is None or key is None else TlsFiles(certificate, key)
     token = os.environ.get(token_env)
-    token_for(host, token)  # fails before any model is loaded
+    token_for(host, token)  # these fail before any model is loaded
+    check_address(host, port)
     if tls is not None:
-        tls.check()
+        tls.context()
     serve(build_rewards(settings), host, port, token, tls)
 
 

@@ -65,7 +65,7 @@ from digenrl.records import (
 )
 from digenrl.scheduling import SchedulerState
 from digenrl.transports.contract import Gone, InputsLost, Message, Report, RunResources
-from digenrl.worker.assignment import TRAINER, Assignment, Machine, Ready, Workers
+from digenrl.worker.assignment import TRAINER, Assignment, Machine, Ready, StartFailed, Workers
 
 UPDATE: dict[str, Any] = {
     "gradient_norm": 1.0,
@@ -129,6 +129,7 @@ class FakeTransport:
         self._mortal_trainer = mortal_trainer
         self._vanished: set[str] = set()
         self.no_room_for: set[str] = set()
+        self.fails_to_start: dict[str, StartFailed] = {}
         self.workers: dict[str, _FakeWorker] = {}
         self.trained: list[tuple[int, tuple[int, ...]]] = []  # step, then the place and samples of a group
         self.log: list[tuple[str, Job]] = []  # what was answered
@@ -190,7 +191,7 @@ class FakeTransport:
             job_id = next(iter(worker.jobs))
             job = worker.jobs.pop(job_id)
             if job is None:
-                self.waiting.append(Message(name, None, Ready()))
+                self.waiting.append(Message(name, None, self.fails_to_start.get(name, Ready())))
                 continue
             self.log.append((name, job))
             self.waiting.append(Message(name, job_id, self._result(worker, job)))

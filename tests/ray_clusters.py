@@ -239,6 +239,7 @@ class Inspected(Result):
     rendezvous: str
     threads: str
     gpus: str
+    token: str
 
 
 def _weights(version: int) -> Tensor:
@@ -288,7 +289,8 @@ class Abacus:
 
                 node_id = ray.get_runtime_context().get_node_id()
                 threads, gpus = os.environ["OMP_NUM_THREADS"], os.environ.get("CUDA_VISIBLE_DEVICES", "all")
-                return Inspected(0, job, os.getpid(), node_id, self._rendezvous, threads, gpus)
+                token = os.environ.get("DIGENRL_REWARD_TOKEN", "")
+                return Inspected(0, job, os.getpid(), node_id, self._rendezvous, threads, gpus, token)
         return JobFailed(0, job, "unknown")
 
 

@@ -113,9 +113,8 @@ class Dispatcher:
         hooks = hooks or RunHooks()
         self._clock, self._look_around, self._notify = clock, hooks.look_around, hooks.notify
         self.stores = DriverStores(recipe, resources.workers, resources.artifacts, prompts)
-        self._jobs = PendingJobs(
-            resources.transport, clock, JobDeadlines(recipe.lanes.patience_s, hooks.monotonic)
-        )
+        deadlines = JobDeadlines(recipe.lanes.patience_s, hooks.monotonic, recipe.scoring_limit_s)
+        self._jobs = PendingJobs(resources.transport, clock, deadlines)
         self._inputs = JobInputs(self.stores, hooks.checkpoint_facts)
         self._outputs = JobOutputs(self.stores, self._jobs.jobs, hooks.on_step)
         self._supervisor = Supervisor(
@@ -272,7 +271,7 @@ class Dispatcher:
         if isinstance(report, Gone):
             self._lose(worker, report)
         elif isinstance(report, StartFailed):
-            raise_failure(worker, report)
+            self._start_failed(worker, report)
         elif isinstance(report, Ready):
             if report.remark:
                 logger.info(report.remark)
@@ -395,6 +394,16 @@ class Dispatcher:
             self._resend_to_replacement(worker, lost)
         self._supervisor.want(worker)
         self._supervisor.fill()
+
+    def _start_failed(self, worker: str, failure: StartFailed) -> None:
+        """Ends the run, unless other generators are left: a machine that has joined may lack something."""
+        self._jobs.transport.end(worker)
+        for name in dict.fromkeys((worker, *rank_names(self._supervisor.assignment(worker)))):
+            self._jobs.lose(name)
+        if not (self._begun and self._supervisor.is_spare(worker)):
+            raise_failure(worker, failure)
+        logger.warning("%s could not start: %s\n%s", worker, failure.reason, failure.details)
+        self._notify(f"{worker} could not start, and the run continues without it: {failure.reason}")
 
     def _end_overdue(self, overdue: OverdueJob | None) -> None:
         """Replaces a worker that hangs. A slice or chunk that lets workers hang repeatedly counts as failed."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from digenrl.records import Encode, Evaluate, Generate, Job, Score
+from digenrl.records import Calibrate, Encode, Evaluate, Generate, Job, Score
 from digenrl.transports.active_clock import ActiveClock
 
 FACTOR = 10  # a job may take this many times as long as the longest of its kind so far
 UNTIMED_FACTOR = 30  # times the patience, for the first job of its kind: it may compile, or time many sizes
 LONGEST_PAUSE_S = 5.0  # of the driver between two looks that counts for a worker
+SCORING = (Calibrate, Generate, Score, Evaluate)  # jobs that may wait for a reward
 INDEPENDENT = (Encode, Generate, Score, Evaluate)  # jobs that never wait for another worker
 
 
@@ -26,11 +27,13 @@ class OverdueJob:
 class JobDeadlines:
     """Times the jobs of workers, and finds those that take too long.
 
-    A deadline is learnt from the jobs of the same kind, and is never shorter than `patience_s`. All ranks of a
-    worker count together: any result is progress.
+    A deadline is learnt from the jobs of the same kind, and is never shorter than `patience_s`, nor than the time
+    that rewards may take by their own limits, `scoring_s`. All ranks of a worker count together: any result is
+    progress.
     """
 
-    def __init__(self, patience_s: float, monotonic: Callable[[], float]) -> None:
+    def __init__(self, patience_s: float, monotonic: Callable[[], float], scoring_s: float = 0.0) -> None:
+        self._scoring_s = scoring_s
         self._patience_s, self._now_s = patience_s, ActiveClock(min(LONGEST_PAUSE_S, patience_s / 4), monotonic)
         self._since_s: dict[str, float] = {}  # the last progress of every worker that is ready
         self._longest_s: dict[type[Job], float] = {}
@@ -70,10 +73,11 @@ class JobDeadlines:
     def allowed_s(self, job: Job) -> float:
         """The longest time without a result while this job is under way."""
         kind = type(job)
+        least_s = self._patience_s + (self._scoring_s if kind in SCORING else 0.0)
         if kind not in self._longest_s:
-            return UNTIMED_FACTOR * self._patience_s
+            return max(least_s, UNTIMED_FACTOR * self._patience_s)
         longest_s = self._longest_s[kind] if kind in INDEPENDENT else max(self._longest_s.values())
-        return max(self._patience_s, FACTOR * longest_s)
+        return max(least_s, FACTOR * longest_s)
 
 
 def owner(worker: str) -> str:

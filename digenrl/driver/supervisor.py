@@ -112,6 +112,12 @@ class Supervisor:
         """Those of the workers that are started and not lost."""
         return [each.name for each in workers if self._jobs.is_present(each.name)]
 
+    def is_spare(self, worker: str) -> bool:
+        """Whether this is a generator, and not the only one that is present."""
+        generators = (*self._workers.generators, *self._workers.reserve)
+        others = [each for each in generators if each.name != worker]
+        return len(others) < len(generators) and bool(self.present(others))
+
     def _check_wait(self, worker: str, vacancy: _Vacancy) -> None:
         if worker not in self._announced:
             self._announced.add(worker)

@@ -11,7 +11,7 @@ from torch import Tensor
 from digenrl.config.reading import ConfigError
 from digenrl.config.rewards.base import RewardSettings
 from digenrl.config.rewards.table import REWARDS
-from digenrl.rewards.contract import Metadata, Reward, RewardBatch
+from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
 
 
 class WeightedReward(Reward):
@@ -28,12 +28,21 @@ class WeightedReward(Reward):
     def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         parts: dict[str, tuple[float, ...]] = {}
         weighted = []
-        for reward, weight in self.rewards:
+        for index, (reward, weight) in enumerate(self.rewards):
+            changes = _changes(pixels_BFCHW)
             batch = reward.score(pixels_BFCHW, prompts, metadata)
+            if _changes(pixels_BFCHW) != changes and index + 1 < len(self.rewards):
+                why = "changes the pixels in place, and the rewards after it would score those"
+                raise RewardError(reward.label, f"{why}; let it work on a copy (pixels.clone())")
             weighted.append([weight * value for value in batch.values])
             parts[reward.label] = batch.values
             parts.update({f"{reward.label}/{name}": part for name, part in batch.parts.items()})
         return RewardBatch(tuple(math.fsum(terms) for terms in zip(*weighted, strict=True)), parts)
+
+
+def _changes(pixels: Tensor) -> int:
+    """How often a tensor was changed in place. Tensors of inference mode do not count it."""
+    return 0 if pixels.is_inference() else pixels._version
 
 
 def build_reward(settings: RewardSettings) -> Reward:

@@ -78,12 +78,11 @@ class Reward(ABC):
         check_call(pixels_BFCHW, prompts, metadata)
         check_pixels(self.label, pixels_BFCHW)
         try:
-            batch = self._score(pixels_BFCHW, prompts, metadata)
+            return checked(self.label, self._score(pixels_BFCHW, prompts, metadata), len(prompts))
         except RewardError:
             raise
         except Exception as error:  # scorers are foreign code: any exception means "no score"
             raise RewardError(self.label, f"{type(error).__name__}: {error}") from error
-        return checked(self.label, batch, len(prompts))
 
     @abstractmethod
     def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
@@ -164,16 +163,25 @@ def check_pixels(label: str, pixels_BFCHW: Tensor) -> None:
 
 def checked(label: str, batch: RewardBatch, count: int) -> RewardBatch:
     """The batch as plain numbers; raises RewardError unless it has one finite number per sample everywhere."""
+    if not isinstance(batch, RewardBatch):  # scorers are foreign code
+        raise RewardError(label, f"expected a RewardBatch from `_score`, got {batch!r:.200}")
     if len(batch.values) != count:
         raise RewardError(
             label, f"returned {len(batch.values)} scores for {count} samples; one per sample is needed"
         )
     for name, numbers in (("the score", batch.values), *((f"part '{n}'", p) for n, p in batch.parts.items())):
-        bad = tuple(index for index, number in enumerate(numbers) if not math.isfinite(number))
+        bad = tuple(index for index, number in enumerate(numbers) if not _is_finite(number))
         if bad:
-            raise RewardError(label, f"{name} is {numbers[bad[0]]}, not a finite number", bad)
+            raise RewardError(label, f"{name} is {numbers[bad[0]]!r}, not a finite number", bad)
     parts = {name: tuple(map(float, part)) for name, part in batch.parts.items()}
     return RewardBatch(tuple(map(float, batch.values)), parts)
+
+
+def _is_finite(number: Any) -> bool:
+    try:
+        return math.isfinite(number)
+    except (TypeError, ValueError):  # no number
+        return False
 
 
 def _means(numbers: Sequence[float], counted: Sequence[bool], count: int) -> tuple[float, ...]:

@@ -18,8 +18,8 @@ class FunctionReward(Reward):
     """Calls `function(pixels_BFCHW, prompts, metadata, **arguments)`.
 
     If it `scores` groups, calls `function(pixels_BFCHW, prompt, metadata, **arguments)` with the prompt that all
-    samples have, and its metadata. The function returns one number per sample (a list or a tensor of shape (B,))
-    or a RewardBatch.
+    samples have, and its metadata. The function returns one number per sample (a list, tensor or array of
+    shape (B,)) or a RewardBatch.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class FunctionReward(Reward):
             answer = self.function(pixels_BFCHW, prompts, metadata, **self.arguments)
         if isinstance(answer, RewardBatch):
             return answer
-        if isinstance(answer, Tensor):
-            answer = answer.detach().tolist()
+        if hasattr(answer, "tolist"):  # a tensor or an array
+            answer = answer.tolist()
         if not isinstance(answer, Sequence) or isinstance(answer, str):
             raise RewardError(self.label, f"expected a list of numbers or a RewardBatch, got {answer!r}")
         return RewardBatch(tuple(self._number(index, value) for index, value in enumerate(answer)))
@@ -57,11 +57,16 @@ class FunctionReward(Reward):
 
 
 def build(settings: FunctionSettings) -> Reward:
-    """The reward of an imported function or class; raises ConfigError if its arguments are wrong."""
+    """The reward of an imported function or class, isolated or not; raises ConfigError if it cannot be built."""
     if settings.isolated:
         from digenrl.rewards.serving.isolated import IsolatedReward
 
         return IsolatedReward(settings)
+    return build_here(settings)
+
+
+def build_here(settings: FunctionSettings) -> Reward:
+    """The reward in this process; raises ConfigError if its arguments are wrong."""
     target = import_target(settings)
     if not isinstance(target, type):
         return FunctionReward(settings.shown_as, target, settings.arguments, settings.scores)

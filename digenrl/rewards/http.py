@@ -9,10 +9,18 @@ import httpx
 from pydantic import ValidationError
 from torch import Tensor
 
+from digenrl.config.reading import ConfigError
 from digenrl.config.rewards.table import HttpSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
 from digenrl.rewards.serving.http_client import NoResponseError, make_client, post_with_retries
-from digenrl.rewards.serving.http_messages import Refusal, ScoreReply, encode_request
+from digenrl.rewards.serving.http_messages import Refusal, ScoreReply, encode_request, requests_of
+
+CHECK_TIMEOUT_S = 5.0
+REFUSALS = {  # by status
+    401: "refuses the token; set {token_env} to the one that the server has",
+    403: "refuses the token; set {token_env} to the one that the server has",
+    404: "has no /score; give the address that `digenrl reward serve` prints as `url`",
+}
 
 
 class HttpReward(Reward):
@@ -30,8 +38,7 @@ class HttpReward(Reward):
     def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> RewardBatch:
         sent_BFCHW = pixels_BFCHW[:, :: self.settings.frame_stride]
         replies = []
-        for start in range(0, len(prompts), self.settings.batch_size):
-            rows = slice(start, min(start + self.settings.batch_size, len(prompts)))
+        for rows in requests_of(sent_BFCHW, metadata, self.settings.batch_size):
             replies.append(self._ask(encode_request(sent_BFCHW[rows], prompts[rows], metadata[rows]), rows))
         if any(reply.parts.keys() != replies[0].parts.keys() for reply in replies):
             raise RewardError(self.label, "the parts differ between the replies of the server")
@@ -48,11 +55,14 @@ class HttpReward(Reward):
         except ValidationError as error:
             reason = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in reason["loc"]) or "the reply"
-            raise self._failed(f"the reply of the server has no scores: {where}: {reason['msg']}", rows) from None
+            raise self._failed(
+                f"the reply of {self.settings.url} has no scores: {where}: {reason['msg']}", rows
+            ) from None
         for numbers in (reply.values, *reply.parts.values()):
             if len(numbers) != rows.stop - rows.start:
                 raise self._failed(
-                    f"the server returned {len(numbers)} scores for {rows.stop - rows.start} samples", rows
+                    f"{self.settings.url} returned {len(numbers)} scores for {rows.stop - rows.start} samples",
+                    rows,
                 )
         return reply
 
@@ -70,11 +80,31 @@ class HttpReward(Reward):
         count = rows.stop - rows.start
         named = [index for index in refusal.samples if 0 <= index < count]
         reason = f"{self.settings.url} answered {response.status_code}: {refusal.error}"
+        if response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
+            reason += "; lower batch_size, or raise frame_stride"
         return self._failed(reason, rows, named or range(count))
 
     def _failed(self, reason: str, rows: slice, within: Sequence[int] | None = None) -> RewardError:
         indices = range(rows.stop - rows.start) if within is None else within
         return RewardError(self.label, reason, tuple(rows.start + index for index in indices))
+
+
+def check_server(settings: HttpSettings) -> None:
+    """Raises ConfigError if the server refuses this client, whatever it sends.
+
+    It is asked to score no samples. One that does not respond may be started later.
+    """
+    why = ""
+    with make_client(settings, settings.read_token()) as client:
+        try:
+            response = client.post(f"{settings.url}/score", content=b'{"samples": []}', timeout=CHECK_TIMEOUT_S)
+            why = REFUSALS.get(response.status_code, "")
+        except httpx.TransportError as error:
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                why = "has a certificate of an unknown authority; name its file in `ca_file`"
+    if why:
+        what = why.format(token_env=settings.token_env)
+        raise ConfigError(f"reward '{settings.shown_as}': the server at {settings.url} {what}")
 
 
 def build(settings: HttpSettings) -> HttpReward:

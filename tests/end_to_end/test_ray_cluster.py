@@ -32,6 +32,7 @@ from ray_clusters import (
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.recipe import Recipe
+from digenrl.config.rewards.table import parse_rewards
 from digenrl.records import Export, Exported, Job, Publish, Published, WeightsReference
 from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report
@@ -41,7 +42,7 @@ from digenrl.transports.ray.package_versions import check_versions
 from digenrl.transports.ray.placing import place_on_cluster
 from digenrl.transports.ray.transport import RayTransport
 from digenrl.transports.ray.weight_broadcast import WeightTransfer
-from digenrl.worker.assignment import Assignment, Ready
+from digenrl.worker.assignment import Assignment, Ready, StartFailed
 
 FAR_NODE = {"labels": {"zone": "far", "site": "far"}, "num_cpus": 2}
 CLUSTER = {
@@ -269,13 +270,19 @@ def test_room_is_counted_with_workers_that_were_just_requested_until_they_are_en
     assert transport.receive(0.5) == [], "an ended worker sends no more messages"
 
 
-def test_ranks_get_the_same_rendezvous_and_one_that_is_killed_while_idle_is_gone(setting: Setting) -> None:
-    trainer = setting.workers.trainer
+def test_ranks_get_the_same_rendezvous_and_one_that_is_killed_while_idle_is_gone(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIGENRL_REWARD_TOKEN", "of the driver")
+    trainer, served = setting.workers.trainer, parse_rewards({"name": "http", "url": "http://127.0.0.1:9"})
+    trainer = replace(trainer, recipe=trainer.recipe.model_copy(update={"rewards": served}))
     ranks = [replace(trainer, name=f"trainer/{index}", rank=Rank(index, 2), epoch=7) for index in range(2)]
     setting.start(*ranks)
     first, second = (setting.process(rank) for rank in ranks)
     assert first.rendezvous == second.rendezvous and first.rendezvous.startswith("tcp://127.0.0.1:")
     assert (first.threads, first.gpus) == ("1", "")
+    assert first.token == "of the driver", "its recipe names the variable"
+    assert setting.process(setting.near).token == ""
     assert setting.kill(ranks[0]).fault
     setting.transport.end(ranks[1].name)
 
@@ -295,7 +302,7 @@ def test_nodes_with_other_versions_are_named(joined: tuple[SeveralNodes, RayClus
     check_versions(resources, 10)
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1 \(node [0-9a-f]{8}\) has torch .*1\.0"):
         check_versions(resources, 10, expected={"torch": "1.0"})
-    with pytest.raises(ConfigError, match="does not answer within 0 s"):
+    with pytest.raises(ConfigError, match=r"does not answer within 0 s; .*cluster\.start_timeout_s"):
         check_versions(resources, 0)
 
 
@@ -312,11 +319,19 @@ def test_a_lost_node_takes_its_workers_and_tensors_with_it(
 
 
 def test_adapters_enter_a_site_once_and_are_copied_again_if_the_node_that_has_them_is_lost(
-    shared: Setting, joined: tuple[SeveralNodes, RayCluster]
+    shared: Setting, joined: tuple[SeveralNodes, RayCluster], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     near, distant, other = shared.near, shared.distant, shared.workers.reserve[0]
     added = [joined[0].add(**FAR_NODE | {"num_cpus": 1}) for _ in range(2)]
     nodes = {node.node_id: node for node in added}
+    with monkeypatch.context() as patched:
+        patched.setattr("digenrl.transports.ray.transport.versions_here", lambda: {"torch": "1.0"})
+        shared.transport.start(distant)
+        (message,) = wait_for(shared.transport, 1)
+    shared.transport.end(distant.name)
+    refused = message.report
+    assert isinstance(refused, StartFailed) and refused.user_error, "nodes that join are checked, too"
+    assert "has torch" in refused.reason and "1.0" in refused.reason
     shared.start_missing(near, distant, other)
     far = {shared.process(each).node_id for each in (distant, other)}
     assert len(far) == 2

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from io import BytesIO
@@ -33,7 +34,8 @@ from digenrl.config.rewards.table import HttpSettings, parse_rewards
 from digenrl.rewards.building import build_reward, build_rewards
 from digenrl.rewards.contract import RewardBatch, RewardError
 from digenrl.rewards.function import FunctionReward
-from digenrl.rewards.http import HttpReward
+from digenrl.rewards.http import HttpReward, check_server
+from digenrl.rewards.serving import http_messages
 from digenrl.rewards.serving.http_messages import Limits
 from digenrl.rewards.serving.server import TlsFiles, create_app, serve, token_for
 
@@ -111,6 +113,17 @@ def test_prompts_metadata_and_frames_arrive_as_they_were_sent() -> None:
     assert torch.equal(seen[1][0], pixels[:, :1])
 
 
+def test_large_samples_are_sent_in_more_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_messages, "PIXELS_PER_REQUEST", 5 * 24 * 40)
+    sources: list[dict[str, Any]] = [{}, {}, {"source_images": (torch.rand(3, 24, 80),)}, {}, {}]
+    rows = [(each.start, each.stop) for each in http_messages.requests_of(PIXELS, sources, 16)]
+    assert rows == [(0, 2), (2, 3), (3, 5)]
+    monkeypatch.setattr(http_messages, "PIXELS_PER_REQUEST", 1)
+    assert len(list(http_messages.requests_of(PIXELS, METADATA, 16))) == 5
+    with serving(FunctionReward("moody", moody, {})) as url:
+        assert client(url).score(PIXELS, PROMPTS, METADATA).values == tuple(len(prompt) for prompt in PROMPTS)
+
+
 def test_a_wrong_token_is_rejected_before_the_body_is_read(url: str) -> None:
     with pytest.raises(RewardError, match="401"):
         client(url, token="another token").score(PIXELS[:1], PROMPTS[:1], METADATA[:1])
@@ -123,6 +136,24 @@ def test_a_wrong_token_is_rejected_before_the_body_is_read(url: str) -> None:
         response = httpx.post(f"{url}/score", content=b"x" * 90_000, headers=headers, trust_env=False)
         assert response.status_code == 401
         assert response.headers["WWW-Authenticate"] == "Bearer"
+
+
+def test_a_server_that_refuses_every_request_is_reported_before_the_run(
+    url: str, tls: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(address: str, token: str = TOKEN) -> None:
+        monkeypatch.setenv("DIGENRL_REWARD_TOKEN", token)
+        check_server(HttpSettings(url=address))
+
+    check(url)
+    check("http://127.0.0.1:9")  # which may be started later
+    with pytest.raises(ConfigError, match="refuses the token; set DIGENRL_REWARD_TOKEN"):
+        check(url, "another token")
+    with pytest.raises(ConfigError, match="no /score"):
+        check(f"{url}/score")
+    trusted_elsewhere = serving(FunctionReward("moody", moody, {}), tls=tls)
+    with trusted_elsewhere as secured, pytest.raises(ConfigError, match="ca_file"):
+        check(secured)
 
 
 def test_health_is_public_and_says_nothing_else(url: str) -> None:
@@ -325,6 +356,27 @@ def test_the_client_waits_as_long_as_the_server_asks_it_to(scripted: HTTPServer)
     assert ask(scripted, (503, b""), GOOD)[1] == [1.5], "never longer than max_backoff_s"
 
 
+def test_a_request_whose_client_has_given_up_is_not_scored() -> None:
+    gate, entered, scored = threading.Event(), threading.Event(), []
+
+    def slow(pixels: Tensor, prompts: list[str], metadata: object) -> list[float]:
+        scored.extend(prompts)
+        entered.set()
+        gate.wait(60)
+        return [0.0] * len(pixels)
+
+    with serving(FunctionReward("slow", slow, {})) as url:
+        first = threading.Thread(target=post, args=(url, sample()))
+        first.start()
+        assert entered.wait(60)
+        with pytest.raises(RewardError, match="ReadTimeout"):
+            client(url, retries=0, timeout_s=0.3).score(PIXELS[:1], ["given up"], METADATA[:1])
+        gate.set()
+        first.join()
+        client(url).score(PIXELS[:1], ["last"], METADATA[:1])
+    assert scored == ["p", "last"]
+
+
 def test_an_overloaded_server_answers_503_and_its_health_stays_good() -> None:
     gate, entered = threading.Event(), threading.Event()
 
@@ -381,24 +433,47 @@ def test_hundreds_of_hostile_connections_do_not_disturb_clients_with_the_token()
     assert statuses == [200] * 500
 
 
-def test_a_server_with_a_certificate_is_reached_over_https_only(tmp_path: Path) -> None:
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> TlsFiles:
+    folder = tmp_path_factory.mktemp("tls")
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     names = ["-days", "1", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
     files = ["-keyout", str(key), "-out", str(certificate)]
     subprocess.run([*command, *names, *files], check=True, capture_output=True)
-    tls = TlsFiles(certificate, key)
-    tls.check()
+    return TlsFiles(certificate, key)
+
+
+def test_a_server_with_a_certificate_is_reached_over_https_only(tls: TlsFiles, tmp_path: Path) -> None:
     with serving(FunctionReward("moody", moody, {}), tls=tls) as url:
-        trusting = client(url, ca_file=str(certificate))
+        trusting = client(url, ca_file=str(tls.certificate))
         assert trusting.score(PIXELS[:1], PROMPTS[:1], METADATA[:1]).values == (3.0,)
         with pytest.raises(RewardError, match="CERTIFICATE_VERIFY_FAILED"):
             client(url, retries=0).score(PIXELS[:1], PROMPTS[:1], METADATA[:1])
         with pytest.raises(RewardError, match="did not respond"):
             client(url.replace("https", "http"), retries=0).score(PIXELS[:1], PROMPTS[:1], METADATA[:1])
-    key.write_text("not a key")
+    (tmp_path / "key.pem").write_text("not a key")
     with pytest.raises(ConfigError, match="not a certificate with its private key"):
-        tls.check()
+        TlsFiles(tls.certificate, tmp_path / "key.pem").context()
+
+
+def test_clients_that_never_complete_a_tls_handshake_are_disconnected(tls: TlsFiles) -> None:
+    with serving(FunctionReward("moody", moody, {}), tls=tls) as url:
+        port, ca_file = int(url.rpartition(":")[2]), str(tls.certificate)
+        silent = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(300)]
+        assert client(url, ca_file=ca_file).score(PIXELS[:1], PROMPTS[:1], METADATA[:1]).values == (3.0,)
+        with suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b"", "the oldest of more than the guard allows"
+        for each in silent:
+            each.close()
+
+
+def test_an_address_that_is_in_use_is_reported_before_anything_is_served(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(ConfigError, match="in use"):
+        serve(FunctionReward("moody", moody, {}), port=other.getsockname()[1])
+    assert not capsys.readouterr().out
 
 
 def test_serve_in_a_separate_process_prints_a_working_token() -> None:

@@ -39,7 +39,7 @@ from digenrl.records import (
 from digenrl.scheduling.invariants import Auditor
 from digenrl.telemetry.recorder import Recorder
 from digenrl.transports.contract import Gone, Message
-from digenrl.worker.assignment import TRAINER, Ready
+from digenrl.worker.assignment import TRAINER, Ready, StartFailed
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "all techniques": {"techniques": {"tcss": 0.5}},
@@ -433,6 +433,19 @@ def test_a_lane_joins_when_there_is_room_and_only_then(tmp_path: Path, monkeypat
     log = run.transport.log
     steps = {job.slice.step for name, job in log if name == "generator-2" and isinstance(job, Generate)}
     assert steps and min(steps) >= 2
+    assert_every_group_was_trained_once(run)
+
+
+def test_a_lane_that_cannot_start_when_it_joins_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("digenrl.driver.supervisor.LOOK_EVERY_S", 0.0)
+    run = FakeRun(tmp_path, fake_recipe(steps=2), reserve=1)
+    failure = StartFailed("reward 'ocr' needs the package 'rapidocr'", user_error=True)
+    run.transport.fails_to_start = {"generator-2": failure}
+    driven(run)
+    assert any("generator-2" in message and "rapidocr" in message for message in run.messages)
+    assert "generator-2" not in run.transport.workers
     assert_every_group_was_trained_once(run)
 
 

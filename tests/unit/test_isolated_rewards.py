@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from digenrl.config.reading import ConfigError
 from digenrl.config.rewards.table import FunctionSettings
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import Reward, RewardBatch, RewardError
@@ -33,6 +35,8 @@ def moody(pixels: Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> Re
         torch.ones(10**9)
     if word == "raise":
         raise ValueError("a bad day")
+    if word == "read":
+        assert subprocess.run(["cat"], stdout=subprocess.PIPE, check=True).stdout == b""
     if word == "compare":
         return RewardBatch(tuple(float(sum(image.sum() for image in one["source_images"])) for one in metadata))
     secret = float("DIGENRL_REWARD_TOKEN" in os.environ)
@@ -82,6 +86,25 @@ def test_whatever_it_does_is_a_missing_score_and_the_next_batch_is_scored(
 def test_a_batch_that_takes_too_long_is_ended(reward: Reward) -> None:
     with pytest.raises(RewardError, match=r"longer than 10 s"):
         score(reward, "hang")
+
+
+def test_programs_that_it_runs_do_not_read_its_requests(reward: Reward) -> None:
+    assert len(score(reward, "read").values) == 3
+
+
+class Unloadable(Reward):
+    """Fails in a way of its own when it is built."""
+
+    def __init__(self, label: str) -> None:
+        raise OSError("the weights are cut off")
+
+    def _score(self, pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> RewardBatch:
+        raise AssertionError
+
+
+def test_the_error_of_a_reward_that_cannot_be_built_has_its_reason() -> None:
+    with pytest.raises(ConfigError, match="OSError: the weights are cut off"):
+        build_reward(FunctionSettings(target="test_isolated_rewards:Unloadable", isolated=True))
 
 
 def test_it_sees_the_source_images_of_every_sample(reward: Reward) -> None:

@@ -57,6 +57,23 @@ def test_a_deadline_follows_the_longest_job_of_its_kind_but_is_never_shorter_tha
     assert deadlines.allowed_s(train()) == FACTOR * 4.0, "it may wait for any other worker"
 
 
+@pytest.mark.parametrize(
+    ("rewards", "limit_s"),
+    [
+        ("jpeg_compressibility", 0),
+        ([{"name": "a:b", "isolated": True, "timeout_s": 600}], 600),
+        ([{"name": "http", "url": "http://x", "timeout_s": 50, "retries": 2, "max_backoff_s": 5}, "a:b"], 160),
+    ],
+)
+def test_a_job_that_scores_may_take_as_long_as_its_rewards_may_wait(rewards: Any, limit_s: float) -> None:
+    deadlines = JobDeadlines(PATIENCE_S, Seconds(), fake_recipe(rewards=rewards).scoring_limit_s)
+    for job in (score(), train()):
+        deadlines.begin("worker")
+        deadlines.finish("worker", job)
+    assert deadlines.allowed_s(score()) == PATIENCE_S + limit_s
+    assert deadlines.allowed_s(train()) == PATIENCE_S
+
+
 def test_a_worker_is_overdue_without_any_result_in_time_and_only_while_it_has_a_job() -> None:
     clock = Seconds()
     deadlines = JobDeadlines(PATIENCE_S, clock)

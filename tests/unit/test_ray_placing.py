@@ -11,6 +11,7 @@ import pytest
 from ray_clusters import cluster_recipe
 
 from digenrl.config.reading import ConfigError
+from digenrl.transports.ray import backend
 from digenrl.transports.ray.capacity import (
     ClusterResources,
     FreeResources,
@@ -31,6 +32,33 @@ H100 = node("a", {"zone": "east"}, CPU=8, GPU=4, accelerator_type__H100=1)
 A6000 = node("b", {"zone": "west"}, CPU=8, GPU=2, accelerator_type__A6000=1)
 PLAIN = node("c", CPU=4, disk=1)
 MIXED = ClusterResources((H100, A6000, PLAIN))
+
+
+class FakeCluster:
+    """A cluster that the run has started here, or found."""
+
+    def __init__(self, started_here: bool) -> None:
+        self.started_here = started_here
+
+    def resources(self) -> ClusterResources:
+        return MIXED
+
+    def close(self) -> None:
+        pass
+
+
+def test_versions_are_compared_only_with_machines_of_a_cluster_that_was_there_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    versions = pytest.importorskip("digenrl.transports.ray.package_versions")
+    compared: list[bool] = []
+    monkeypatch.setattr(versions, "check_versions", lambda resources, timeout_s: compared.append(True))
+    monkeypatch.setattr(backend, "prepare_fork_server", lambda threads: None)
+    monkeypatch.setattr(backend, "inspect", lambda recipe: None)
+    for started_here, expected in ((True, []), (False, [True])):
+        monkeypatch.setattr(backend, "open_cluster", lambda *_, here=started_here: FakeCluster(here))
+        backend.RayBackend.find(cluster_recipe())
+        assert compared == expected
 
 
 def test_generators_of_all_pools_are_numbered_and_the_reserve_comes_last(tmp_path: Path) -> None:

@@ -174,6 +174,18 @@ def test_a_reward_of_groups_needs_slices_of_whole_groups_and_is_not_for_evaluati
     assert parse_model(Recipe, {**whole, "evaluation": {**evaluation, "rewards": "ocr"}}).evaluation is not None
 
 
+def test_a_reward_of_videos_needs_videos() -> None:
+    videos = {"rewards": {"name": "videoalign", "checkpoint": "weights", "prompt": "prompt_template.py"}}
+    with pytest.raises(ConfigError, match=r"'videoalign'.* 2 frames, got 1") as caught:
+        parse_model(Recipe, {**SMALLEST, **videos})
+    assert caught.value.where == "rewards"
+    with pytest.raises(ConfigError, match="got 1") as caught:
+        evaluation = {"prompts": {"path": "held_out.txt"}, **videos}
+        parse_model(Recipe, {**SMALLEST, "evaluation": evaluation})
+    assert caught.value.where == "evaluation.rewards"
+    assert parse_model(Recipe, {**SMALLEST, **videos, "sample": {**SMALLEST["sample"], "frames": 5}})
+
+
 class Section(Frozen):
     """A section."""
 

@@ -253,7 +253,8 @@ def test_paths_are_relative_to_the_recipe_and_those_of_overrides_to_the_current_
         ("hpsv3", "config"),
         ("videoalign, model: m, checkpoint: c", "prompt"),
     ):
-        reward = read_recipe(str(recipe_file), [f"rewards={{name: {name}, {key}: ./its_own}}"])
+        overrides = [f"rewards={{name: {name}, {key}: ./its_own}}", "sample.frames=5"]
+        reward = read_recipe(str(recipe_file), overrides)
         assert reward.rewards[0].model_dump()[key] == str(here / "its_own")
 
     overrides = ["model.source=model", "prompts={path: other.txt}", "evaluation.prompts.path=sub/held_out.txt"]

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from torch import Tensor
 from digenrl.config.reading import ConfigError
 from digenrl.config.rewards.table import parse_reward, parse_rewards
 from digenrl.rewards.building import WeightedReward, build_reward, build_rewards
-from digenrl.rewards.contract import FrameReward, RewardBatch, RewardError
+from digenrl.rewards.contract import FrameReward, Reward, RewardBatch, RewardError
 from digenrl.rewards.function import FunctionReward
 
 PIXELS = torch.full((3, 1, 3, 8, 8), 0.5)
@@ -74,6 +75,16 @@ def test_a_score_or_a_part_that_is_not_finite_is_an_error_that_names_sample_and_
             )
 
 
+def test_a_reward_that_changes_the_pixels_of_the_next_one_is_an_error() -> None:
+    def darkens(pixels: Tensor, prompts: object, metadata: object) -> Tensor:
+        return pixels.mul_(0.5).flatten(1).mean(dim=1)
+
+    changing, other = FunctionReward("darkens", darkens, {}), returning([1, 2, 3])
+    with pytest.raises(RewardError, match=r"'darkens'.*clone"):
+        WeightedReward([(changing, 1.0), (other, 1.0)]).score(PIXELS.clone(), PROMPTS, METADATA)
+    assert WeightedReward([(other, 1.0), (changing, 1.0)]).score(PIXELS.clone(), PROMPTS, METADATA)
+
+
 def test_a_weighted_sum_that_overflows_is_an_error() -> None:
     with pytest.raises(RewardError, match="sample 2"):
         WeightedReward([(returning([0.0, 0.0, 1e300]), 1e300)]).score(PIXELS, PROMPTS, METADATA)
@@ -87,11 +98,26 @@ def test_a_weighted_sum_that_overflows_is_an_error() -> None:
         ([1.0, None, 2.0], "sample 1: .*None"),
         (0.5, "list of numbers.*0.5"),
         (None, "list of numbers.*None"),
+        (RewardBatch((1.0, None, 2.0)), "sample 1: the score is None"),  # type: ignore[arg-type]
+        (RewardBatch((1.0,) * 3, {"p": (0.0, 0.0, "x")}), "sample 2: part 'p' is 'x'"),  # type: ignore[dict-item]
     ],
 )
 def test_a_result_of_the_wrong_type_is_an_error(answer: object, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         returning(answer).score(PIXELS, PROMPTS, METADATA)
+
+
+def test_a_class_that_returns_no_reward_batch_is_an_error() -> None:
+    class Careless(Reward):
+        def _score(self, pixels: Tensor, prompts: object, metadata: object) -> Any:
+            return [1.0, 2.0, 3.0]
+
+    with pytest.raises(RewardError, match=r"'careless'.*RewardBatch.*\[1.0, 2.0, 3.0\]"):
+        Careless("careless").score(PIXELS, PROMPTS, METADATA)
+
+
+def test_an_array_of_numbers_is_accepted() -> None:
+    assert returning(numpy.float32([0.5, 1, 2])).score(PIXELS, PROMPTS, METADATA).values == (0.5, 1.0, 2.0)
 
 
 def test_an_exception_of_a_function_becomes_a_reward_error_with_its_cause() -> None:

@@ -55,6 +55,11 @@ def test_written_settings_read_back_equal() -> None:
         ("a-b:c", "target: .*'a-b:c'"),
         ({"name": "http", "url": "ftp://x"}, "'http': url: .*http://"),
         ({"name": "http", "url": "http://me:secret@x"}, "'http': url: .*password"),
+        ({"name": "http", "url": "http://x:port"}, "'http': url: .*'http://x:port'"),
+        ({"name": "http", "url": "http://x:99999"}, "'http': url: .*99999"),
+        ({"name": "http", "url": " http://x:1"}, "'http': url: .*' http"),
+        ({"name": "a.b:c", "memory_gb": 8}, "memory_gb = 8 .*isolated: true"),
+        ({"name": "a.b:c", "timeout_s": 60}, "timeout_s = 60 .*isolated: true"),
         (7, "7"),
     ],
 )

@@ -483,6 +483,7 @@ class Recipe(Frozen):
             why = "ema, but the run keeps no moving average; add training.ema={decay: 0.9}, or set it to trained"
             raise _conflict("evaluation.weights", why)
         self._check_group_rewards()
+        self._check_video_rewards()
         self._check_pairs()
         if self.training.job_samples != "auto":
             with errors_about("training.job_samples"):
@@ -588,6 +589,19 @@ class Recipe(Frozen):
                 why = f"'{reward.shown_as}' compares the samples of a group, and held-out prompts have one sample"
                 raise _conflict("evaluation.rewards", f"{why} each; give evaluations other rewards")
 
+    def _check_video_rewards(self) -> None:
+        """Raises ConfigError if a reward of videos would get images."""
+        scored = [("rewards", self.rewards, self.sample.frames)]
+        if self.evaluation is not None:
+            scored.append(("evaluation.rewards", self.held_out_rewards, self.held_out_size[2]))
+        for where, rewards, frames in scored:
+            for reward in rewards:
+                if frames < reward.least_frames:
+                    why = (
+                        f"'{reward.shown_as}' scores videos of at least {reward.least_frames} frames, got {frames}"
+                    )
+                    raise _conflict(where, f"{why}; use another reward, or generate videos (sample.frames)")
+
     def _check_pairs(self) -> None:
         """Raises ConfigError if samples that are pairs of images do not fit the batch, or a reward needs them."""
         held_out = self.held_out_rewards if self.evaluation is not None else ()
@@ -687,6 +701,19 @@ class Recipe(Frozen):
         """The rewards of an evaluation: its own, or those of training."""
         own = None if self.evaluation is None else self.evaluation.rewards
         return self.rewards if own is None else own
+
+    @property
+    def token_variables(self) -> tuple[str, ...]:
+        """The environment variables with tokens that the recipe names: the hub's and those of servers."""
+        rewards = [getattr(reward, "token_env", None) for reward in (*self.rewards, *self.held_out_rewards)]
+        hub = None if self.model.token is None else self.model.token.removeprefix("env:")
+        return tuple(dict.fromkeys(name for name in (hub, *rewards) if name is not None))
+
+    @property
+    def scoring_limit_s(self) -> float:
+        """How long samples may be scored by the limits that rewards have; 0 if none has any."""
+        several = (self.rewards, self.held_out_rewards)
+        return max(sum(reward.time_limit_s for reward in rewards) for rewards in several)
 
     @property
     def window(self) -> Window:

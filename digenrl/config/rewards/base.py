@@ -28,6 +28,16 @@ class RewardSettings(Frozen):
         return False
 
     @property
+    def least_frames(self) -> int:
+        """How many frames a sample must have."""
+        return 1
+
+    @property
+    def time_limit_s(self) -> float:
+        """How long it waits for scores before it gives up, retries included; 0 if it has no limit."""
+        return 0.0
+
+    @property
     def packages(self) -> tuple[str, ...]:
         """What `digenrl reward serve --env` installs for it, besides the server's own packages."""
         return ()

@@ -152,6 +152,10 @@ class VideoAlignSettings(RewardSettings):
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
 
     @property
+    def least_frames(self) -> int:
+        return 2
+
+    @property
     def packages(self) -> tuple[str, ...]:
         """The library that holds the model."""
         return TRANSFORMERS

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import (
     BeforeValidator,
@@ -25,6 +25,7 @@ from pydantic import (
     PositiveInt,
     SerializeAsAny,
     field_validator,
+    model_validator,
 )
 
 from digenrl.config.reading import ConfigError, nearest, parse_model
@@ -165,6 +166,14 @@ class FunctionSettings(RewardSettings):
             raise ValueError(f"expected package.module:function or package.module:Class, got {target!r}")
         return target
 
+    @model_validator(mode="after")
+    def _limits_need_a_process(self) -> FunctionSettings:
+        limits = {"timeout_s": self.timeout_s, "memory_gb": self.memory_gb}
+        for name, limit in limits.items():
+            if not self.isolated and limit != type(self).model_fields[name].default:
+                raise ValueError(f"{name} = {limit:g} limits a process of its own; set isolated: true")
+        return self
+
     @property
     def shown_as(self) -> str:
         """The label, or the name of the function or class."""
@@ -173,6 +182,10 @@ class FunctionSettings(RewardSettings):
     @property
     def packages(self) -> tuple[str, ...]:
         return self.requirements
+
+    @property
+    def time_limit_s(self) -> float:
+        return self.timeout_s if self.isolated else 0.0
 
     @property
     def needs_whole_groups(self) -> bool:
@@ -203,13 +216,17 @@ class ServerSettings(RewardSettings):
     @classmethod
     def _is_an_address(cls, url: str) -> str:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"expected http://host:port or https://host, got {url!r}")
         if parts.username or parts.password:
             raise ValueError(
                 "contains a password; put the token into the environment variable named by `token_env`"
             )
+        if parts.scheme not in ("http", "https") or not _has_a_server(parts) or url.split() != [url]:
+            raise ValueError(f"expected http://host:port or https://host, got {url!r}")
         return url.rstrip("/")
+
+    @property
+    def time_limit_s(self) -> float:
+        return self.timeout_s + self.retries * (self.timeout_s + self.max_backoff_s)
 
     def read_token(self) -> str:
         """The token in the environment; empty if the server needs none. Raises ConfigError if it is not set."""
@@ -222,12 +239,21 @@ class ServerSettings(RewardSettings):
         return token
 
 
+def _has_a_server(parts: SplitResult) -> bool:
+    """Whether an address has a host and, if there is a port, one that exists."""
+    try:
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of the port
+        return False
+
+
 class HttpSettings(ServerSettings):
     """A reward served by `digenrl reward serve`."""
 
     name: Literal["http"] = "http"
     token_env: str = Field(default="DIGENRL_REWARD_TOKEN", min_length=1)
-    batch_size: PositiveInt = Field(default=16, description="samples in one request")
+    retries: int = Field(default=8, ge=0, le=20, description="enough for a server that restarts")
+    batch_size: PositiveInt = Field(default=16, description="samples in one request, at most")
 
 
 class JudgeSettings(ServerSettings):

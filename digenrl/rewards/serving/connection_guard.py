@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+from asyncio.sslproto import SSLProtocol
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,19 +45,35 @@ class ConnectionGuard:
         self._strangers.pop(address).abort()
 
 
-def guarded_protocol(guard: ConnectionGuard) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol with a guard over its connections."""
+def guarded_protocol(guard: ConnectionGuard, tls: ssl.SSLContext | None = None) -> type[asyncio.Protocol]:
+    """uvicorn's HTTP protocol, inside of TLS if there is a context for it, with a guard over its connections.
 
-    class GuardedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    The guard sees a connection before the TLS handshake, which a client may never complete.
+    """
+    base: Any = AutoHTTPProtocol if tls is None else _tls_protocol(tls)
+
+    class GuardedProtocol(base):  # type: ignore[misc]
         """Reports connections to the guard."""
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
             self._address = tuple(transport.get_extra_info("peername") or ("", 0))[:2]
             guard.opened(self._address, transport)
+            super().connection_made(transport)
 
         def connection_lost(self, exc: Exception | None) -> None:
             guard.forget(self._address)
             super().connection_lost(exc)
 
     return GuardedProtocol
+
+
+def _tls_protocol(context: ssl.SSLContext) -> type[SSLProtocol]:
+    class TlsProtocol(SSLProtocol):
+        """The TLS handshake, and then uvicorn's HTTP protocol."""
+
+        def __init__(self, **options: Any) -> None:
+            waiter: Any = None  # nobody waits for the handshake
+            http = AutoHTTPProtocol(**options)
+            super().__init__(asyncio.get_running_loop(), http, context, waiter, server_side=True)
+
+    return TlsProtocol

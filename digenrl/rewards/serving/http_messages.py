@@ -5,9 +5,10 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from math import prod
 from typing import Annotated, Any
 
 import numpy
@@ -70,10 +71,28 @@ class Limits:
     waiting_requests: int = 64  # which have the token; more are asked to come back
 
 
+PIXELS_PER_REQUEST = Limits().body_bytes // 5  # a pixel takes 4 bytes as PNG in base64, unless it is compressed
+
+
 def check_token(token: str, owner: str) -> None:
     """Raises ConfigError, which does not show the token, unless it can be sent in a header."""
     if not token.isascii() or not token.isprintable() or token != token.strip():
         raise ConfigError(f"{owner}: the token must be printable ASCII without surrounding whitespace")
+
+
+def requests_of(pixels_BFCHW: Tensor, metadata: Sequence[Metadata], batch_size: int) -> Iterator[slice]:
+    """The samples of each request: at most `batch_size`, and no more pixels than a server surely accepts.
+
+    A sample that alone has more is sent by itself.
+    """
+    frames = prod(pixels_BFCHW.shape[1:]) // 3
+    pixels = [frames + sum(image.numel() // 3 for image in one.get(SOURCE_IMAGES, ())) for one in metadata]
+    start = 0
+    for end in range(1, len(pixels) + 1):
+        full = end - start == batch_size or end == len(pixels)
+        if full or sum(pixels[start : end + 1]) > PIXELS_PER_REQUEST:
+            yield slice(start, end)
+            start = end
 
 
 def encode_request(pixels_BFCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]) -> bytes:
@@ -150,7 +169,7 @@ def decode_png(text: str, limits: Limits, left: int) -> Tensor:
                 size = f"{image.width} x {image.height}"
                 raise MessageError(f"{size} pixels are more than the {limits.pixels_per_frame} allowed")
             if image.width * image.height > left:
-                raise MessageError(f"more than {limits.pixels_in_total} pixels in one request; send fewer samples")
+                raise MessageError(f"more than {limits.pixels_in_total} pixels in one request; send fewer of them")
             if image.mode != "RGB":
                 raise MessageError(f"expected an 8-bit RGB image, got mode {image.mode}")
             return torch.from_numpy(numpy.array(image)).permute(2, 0, 1)

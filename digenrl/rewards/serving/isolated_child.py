@@ -7,16 +7,17 @@ import os
 import resource
 import signal
 import sys
+import traceback
 from itertools import islice
 from math import prod
 from typing import Any
 
 import torch
 
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, one_line
 from digenrl.config.rewards.table import FunctionSettings
 from digenrl.rewards.contract import SOURCE_IMAGES, Reward, RewardError
-from digenrl.rewards.function import build
+from digenrl.rewards.function import build_here
 from digenrl.rewards.serving.isolated import receive, send
 
 BYTES_PER_GB = 10**9
@@ -28,14 +29,19 @@ def main() -> None:
     _end_with_parent()
     requests = os.fdopen(os.dup(0), "rb")
     replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # programs that the reward runs must not read the requests
     os.dup2(2, 1)  # what the reward prints must not end up among the replies
     content, _ = receive(requests)
     sys.path[:] = content["path"]
-    settings = FunctionSettings(**{**content["settings"], "isolated": False})
+    settings = FunctionSettings(**content["settings"])
     try:
-        reward = build(settings)
+        reward = build_here(settings)
     except ConfigError as error:
         send(replies, {"error": str(error)})
+        return
+    except Exception as error:  # the reward is foreign code
+        traceback.print_exc()
+        send(replies, {"error": f"reward '{settings.target}': {type(error).__name__}: {one_line(error)}"})
         return
     if settings.memory_gb is not None:
         limit = round(settings.memory_gb * BYTES_PER_GB)

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import ipaddress
 import secrets
+import socket
 import ssl
 import threading
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from anyio import from_thread
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
@@ -40,8 +42,9 @@ def create_app(
 ) -> FastAPI:
     """GET /health (public, only says that the server is up) and POST /score (needs the bearer token).
 
-    Requests are scored one at a time, so that rewards need not be thread-safe. If a reward fails, the response is
-    status 500 with the reason, never a number. If too many requests wait, it is 503 with a Retry-After header.
+    Requests are scored one at a time, so that rewards need not be thread-safe; those whose clients disconnect
+    meanwhile are not scored. If a reward fails, the response is status 500 with the reason, never a number. If too
+    many requests wait, it is 503 with a Retry-After header.
     """
     if not token:
         raise ValueError("a reward server needs a token, got an empty one")
@@ -68,7 +71,7 @@ def create_app(
                 body = await _read_body(request, accepted.body_bytes)
             if body is None:
                 return _refusal(413, f"the body is larger than the {accepted.body_bytes} bytes allowed")
-            return await run_in_threadpool(_answer, reward, body, accepted, scoring)
+            return await run_in_threadpool(_answer, reward, request, body, accepted, scoring)
         except TimeoutError:
             return _refusal(408, f"the body did not arrive in {accepted.body_s:.0f} s")
         finally:
@@ -84,10 +87,12 @@ class TlsFiles:
     certificate: Path
     key: Path
 
-    def check(self) -> None:
+    def context(self) -> ssl.SSLContext:
         """Raises ConfigError if they cannot be used."""
         try:
-            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.certificate, self.key)
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(self.certificate, self.key)
+            return context
         except OSError as error:  # ssl.SSLError is one
             files = f"{self.certificate} and {self.key}"
             raise ConfigError(f"{files}: not a certificate with its private key: {one_line(error)}") from None
@@ -98,11 +103,9 @@ def server_config(
 ) -> uvicorn.Config:
     """The configuration of a server that clients without the token cannot block."""
     guard = ConnectionGuard()
-    if tls is not None:
-        options |= {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
     return uvicorn.Config(
         create_app(reward, token, limits, guard),
-        http=guarded_protocol(guard),
+        http=guarded_protocol(guard, None if tls is None else tls.context()),
         log_level="warning",
         proxy_headers=False,  # the guard knows clients by their real addresses
         timeout_keep_alive=KEEP_ALIVE_S,
@@ -119,15 +122,24 @@ def serve(
 ) -> None:
     """Serves until interrupted. On a loopback address, a token is generated and printed if none is given."""
     accepted = token_for(host, token)
-    if tls is not None:
-        tls.check()
+    config = server_config(reward, accepted, tls=tls, host=host, port=port)
+    check_address(host, port)
     if token is None:
         print(f"token: {accepted}", flush=True)
     scheme = "http" if tls is None else "https"
     print(f"serving reward '{reward.label}' on {scheme}://{_bracketed(host)}:{port}", flush=True)
     if tls is None and not is_loopback(host):
         print("not encrypted: use --certificate and --key, or a network that you trust", flush=True)
-    uvicorn.Server(server_config(reward, accepted, tls=tls, host=host, port=port)).run()
+    uvicorn.Server(config).run()
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises ConfigError if no server can listen there, for example because another one does."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        reason = (error.strerror or one_line(error)).partition(" (")[0]
+        raise ConfigError(f"--host {host} --port {port}: cannot be listened on: {reason}; name others") from None
 
 
 def token_for(host: str, token: str | None) -> str:
@@ -140,7 +152,7 @@ def token_for(host: str, token: str | None) -> str:
     if not token:
         raise ConfigError(
             f"host {host} is reachable from other machines and needs a token of at least {MIN_TOKEN_LENGTH} "
-            "characters; set it in the variable of --token-env (DIGENRL_REWARD_TOKEN), or use 127.0.0.1"
+            "characters; set it in the variable of --token-env, by default DIGENRL_REWARD_TOKEN, or use 127.0.0.1"
         )
     if len(token) < MIN_TOKEN_LENGTH:
         raise ConfigError(
@@ -163,8 +175,12 @@ def token_fits(authorization: str, token: str) -> bool:
     return scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), token.encode())
 
 
-def _answer(reward: Reward, body: bytes, limits: Limits, scoring: threading.Lock) -> JSONResponse:
+def _answer(
+    reward: Reward, request: Request, body: bytes, limits: Limits, scoring: threading.Lock
+) -> JSONResponse:
     with scoring:  # includes unpacking: waiting requests hold their bodies but no pixels
+        if from_thread.run(request.is_disconnected):  # the client has given up, and may have asked again
+            return _refusal(503, "the client has disconnected")
         try:
             batch = reward.score(*decode_request(body, limits))
         except MessageError as error:

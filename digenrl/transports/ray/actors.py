@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,7 +20,8 @@ from digenrl.logs import configure_logging
 from digenrl.records import Job, JobFailed, WeightsReference
 from digenrl.transports.contract import InputsLost, Report
 from digenrl.transports.process_setup import loading_modules, redirect_output
-from digenrl.worker.assignment import Assignment
+from digenrl.transports.ray.package_versions import difference, versions_here
+from digenrl.worker.assignment import Assignment, StartFailed
 
 if TYPE_CHECKING:
     from digenrl.exchange.payloads import PayloadExchange
@@ -75,10 +76,14 @@ class ActorLocation:
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnvironment:
-    """Environment variables, and folders to search for modules, such as a user's own reward."""
+    """Environment variables, some with tokens, and folders to search for modules, such as a user's own reward.
 
-    variables: Mapping[str, str]
+    `versions` are those that the machine must have, if it was not checked before.
+    """
+
+    variables: Mapping[str, str] = field(repr=False)
     search_path: tuple[str, ...]
+    versions: Mapping[str, str]
 
 
 class WorkerActor:
@@ -87,7 +92,7 @@ class WorkerActor:
     def __init__(
         self, assignment: Assignment, environment: ProcessEnvironment, log: Path | None, build: Builder
     ) -> None:
-        self._assignment, self._build = assignment, build
+        self._assignment, self._build, self._versions = assignment, build, environment.versions
         self._exchange: PayloadExchange
         self._worker: JobRunner | None = None
         os.environ.update(environment.variables)  # torch is not imported yet
@@ -113,6 +118,10 @@ class WorkerActor:
 
     def build(self, rendezvous: str) -> bytes:
         """Loads the worker; returns its first report."""
+        other = difference(versions_here(), self._versions) if self._versions else ""
+        if other:
+            where = f"cluster: the machine {ray.util.get_node_ip_address()}"
+            return pickle.dumps(StartFailed(f"{where} {other}", user_error=True))
         self._exchange = make_exchange(self._assignment, ray.util.get_node_ip_address())
         self._worker, report = self._build(self._assignment, self._exchange, rendezvous)
         return pickle.dumps(report)

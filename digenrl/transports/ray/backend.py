@@ -55,7 +55,8 @@ class RayBackend:
 
             resources = cluster.resources()
             place_on_cluster(recipe, resources)
-            check_versions(resources, recipe.cluster.start_timeout_s)
+            if not cluster.started_here:  # otherwise it has only this machine, with this Python
+                check_versions(resources, recipe.cluster.start_timeout_s)
             inspect(recipe)
         except BaseException:
             cluster.close()

@@ -45,6 +45,11 @@ class RayCluster:
         self.address = address
         self._started = started
 
+    @property
+    def started_here(self) -> bool:
+        """Whether this process has started the cluster, on its own machine."""
+        return self._started is not None
+
     def resources(self) -> ClusterResources:
         """The machines that are alive, with their total and free resources."""
         import ray

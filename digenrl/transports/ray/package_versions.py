@@ -20,7 +20,7 @@ def check_versions(cluster: ClusterResources, timeout_s: float, expected: Mappin
 
     Versions of this machine are expected by default.
     """
-    expected = expected or _version_reader()()
+    expected = expected or versions_here()
     read = ray.remote(num_cpus=0, max_retries=0)(_version_reader())
     nodes = {
         read.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote(): node
@@ -33,19 +33,29 @@ def check_versions(cluster: ClusterResources, timeout_s: float, expected: Mappin
         ray.cancel(reference, force=True)
     if silent:
         raise ConfigError(
-            f"{_describe(nodes[silent[0]])} does not answer within {timeout_s:g} s; "
-            "see `ray status`, or stop Ray on it"
+            f"{_describe(nodes[silent[0]])} does not answer within {timeout_s:g} s; raise cluster.start_timeout_s "
+            "if it is slow, see `ray status`, or stop Ray on it"
         )
+
+
+def versions_here() -> dict[str, str]:
+    """The versions of the packages on this machine, and a checksum of DigenRL's source."""
+    return _version_reader()()
+
+
+def difference(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
+    """What another machine has in another version, for a message of this one; empty if there is nothing."""
+    for name, version in expected.items():
+        if found.get(name, "none") != version:
+            return f"has {name} {found.get(name, 'none')}, this machine has {version}; {ADVICE}"
+    return ""
 
 
 def _check_node(node: NodeResources, found: Mapping[str, str], expected: Mapping[str, str]) -> None:
     if SOURCE not in found:
         raise ConfigError(f"{_describe(node)} has no DigenRL installed; {ADVICE}")
-    for name, version in expected.items():
-        if found.get(name, "none") != version:
-            raise ConfigError(
-                f"{_describe(node)} has {name} {found.get(name, 'none')}, this machine has {version}; {ADVICE}"
-            )
+    if other := difference(found, expected):
+        raise ConfigError(f"{_describe(node)} {other}")
 
 
 def _get_versions(reference: Any, node: NodeResources) -> dict[str, str]:

@@ -6,10 +6,11 @@ runs earlier jobs. Tensors that it leaves stay in the object store of its machin
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from digenrl.transports.ray.adapter_patches import AdapterPatches, made_patches,
 from digenrl.transports.ray.artifact_store import RayArtifactStore
 from digenrl.transports.ray.capacity import FreeResources, NodeResources, ResourceRequest
 from digenrl.transports.ray.joining import RayCluster
+from digenrl.transports.ray.package_versions import versions_here
 from digenrl.transports.ray.placing import resource_request, torch_threads
 from digenrl.transports.ray.sites import Sites
 from digenrl.transports.ray.weight_broadcast import WeightBroadcaster, WeightTransfer
@@ -70,6 +72,7 @@ class RayTransport:
         setting = "never" if broadcasts else recipe.cluster.weight_patches
         self._patches = AdapterPatches(setting, self._workers, self.artifacts)
         self.driver_bytes = 0
+        self._checked = {node.id for node in cluster.resources().nodes}  # the others have joined since
 
     # --- Starting and ending ------------------------------------------------------------------------------------
 
@@ -81,7 +84,8 @@ class RayTransport:
         request = resource_request(assignment)
         node_id = self._free_resources().reserve(request)
         log = None if self._logs is None else log_file(self._logs, assignment.name)
-        actor = _actor_class(request, node_id).remote(assignment, _environment(assignment), log, self._build)
+        environment = _environment(assignment, {} if node_id in {None, *self._checked} else versions_here())
+        actor = _actor_class(request, node_id).remote(assignment, environment, log, self._build)
         worker = WorkerHandle(assignment, actor, request, node_id, self._clock(), actor.locate.remote())
         worker.pending[None] = PendingCall(None, actor.build.remote(self._rendezvous_of(assignment, actor)))
         self._workers[assignment.name] = worker
@@ -260,8 +264,12 @@ def _actor_class(request: ResourceRequest, node_id: str | None) -> Any:
     )(WorkerActor)
 
 
-def _environment(assignment: Assignment) -> ProcessEnvironment:
-    """Variables that torch reads at import, and the module search path. A worker on the CPU sees no GPU."""
+def _environment(assignment: Assignment, versions: Mapping[str, str]) -> ProcessEnvironment:
+    """Variables that torch reads at import, tokens that are set here, and the module search path.
+
+    A worker on the CPU sees no GPU.
+    """
     gpus = {"CUDA_VISIBLE_DEVICES": ""} if assignment.device == "cpu" else {}
-    variables = TORCH_ENVIRONMENT | {"OMP_NUM_THREADS": str(torch_threads(assignment))} | gpus
-    return ProcessEnvironment(variables, tuple(place or str(Path.cwd()) for place in sys.path))
+    tokens = {name: os.environ[name] for name in assignment.recipe.token_variables if name in os.environ}
+    variables = TORCH_ENVIRONMENT | {"OMP_NUM_THREADS": str(torch_threads(assignment))} | gpus | tokens
+    return ProcessEnvironment(variables, tuple(place or str(Path.cwd()) for place in sys.path), versions)

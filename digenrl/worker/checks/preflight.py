@@ -11,7 +11,13 @@ from multiprocessing.connection import Connection
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.recipe import Recipe
-from digenrl.config.rewards.table import FunctionSettings, JudgeSettings, ServerSettings, judge_template
+from digenrl.config.rewards.table import (
+    FunctionSettings,
+    HttpSettings,
+    JudgeSettings,
+    ServerSettings,
+    judge_template,
+)
 from digenrl.worker.assignment import Machine
 
 logger = logging.getLogger(__name__)
@@ -85,8 +91,8 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
             import_target(settings)
         if isinstance(settings, JudgeSettings):
             judge_template(settings)
-        if isinstance(settings, ServerSettings) and not recipe.topology.uses_ray:  # which has other environments
-            settings.read_token()
+        if isinstance(settings, ServerSettings):
+            _check_server(settings, recipe.topology.uses_ray)
     try:
         check_experts(blueprint, check_hub_model(blueprint))
     except HubUnreachableError:
@@ -97,6 +103,21 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
     check_sharding(blueprint)
     check_cards_per_sample(blueprint)
     return distilled_warnings(blueprint), torch.cuda.device_count()
+
+
+def _check_server(settings: ServerSettings, uses_ray: bool) -> None:
+    """Raises ConfigError if the token is missing, or a reward server refuses it.
+
+    Machines of a cluster may have the token and the HTTP library where this one has none.
+    """
+    if uses_ray and settings.token_env not in os.environ:
+        return
+    settings.read_token()
+    if isinstance(settings, HttpSettings):
+        with suppress(ModuleNotFoundError):  # said when the reward is built
+            from digenrl.rewards.http import check_server
+
+            check_server(settings)
 
 
 def _log(warnings: Sequence[str]) -> None:

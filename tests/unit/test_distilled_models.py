@@ -28,6 +28,7 @@ GENTLE = ("model.guidance=1", "sample.noise.level=0.3", "sample.window.width=1")
         ("z_image_flow_grpo", (TURBO, *GENTLE), set()),
         ("flux2_klein_dance_grpo", (KLEIN, *GENTLE, "sample.denoising_steps=4"), set()),
         ("flux2_klein_dance_grpo", (KLEIN, *GENTLE, "sample.denoising_steps=9"), {"sample.denoising_steps"}),
+        ("qwen_image_2_1_flow_grpo", ("model.source=Qwen/Qwen-Image-2.1-Turbo",), {"sample.noise.level"}),
         ("flux_flow_grpo", ("model.source=black-forest-labs/FLUX.1-schnell",), {"sample.noise.level"}),
         (
             "sd3_diffusion_nft",

@@ -83,9 +83,9 @@ def _denoised_by_diffusers(
         model.prepare_pipeline(pipeline, blueprint.guidance, size)
         latents_BL: Tensor = pipeline(
             prompt=[prompt],
-            num_inference_steps=steps,
             output_type="latent",
             return_dict=False,
+            **model.step_arguments(steps),
             **({"num_frames": size.frames} if family.kind == "video" else {}),
             **(model.negative_arguments([negative]) if family.uses_negative_prompts else {}),
             **(model.source_arguments(images, size) if images else {}),

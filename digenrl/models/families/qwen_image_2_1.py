@@ -72,8 +72,8 @@ class QwenImage21Model(PipelineModel):
         super().check_denoising()
         if not self.pipeline.transformer.config.causal_condition:
             raise ConfigError(
-                f"{self.family}: the transformer's text depends on the timestep (`causal_condition: false`), which "
-                "is not supported"
+                f"{self.family}: the transformer's text depends on the timestep (`causal_condition: false`), "
+                "which is not supported"
             )
 
     def own_components(self) -> dict[str, Any]:
@@ -126,8 +126,8 @@ class QwenImage21Model(PipelineModel):
         return super().step_arguments(steps) | ({} if sigmas is None else {"sigmas": sigmas})
 
     def _sigmas(self, steps: int) -> list[float] | None:
-        """The sigmas that the pipeline sets (Turbo), interpolated for another number of steps; None if it sets none."""
-        own = self.pipeline.config.sample_sigmas
+        """Those that the pipeline sets, as Turbo's, interpolated for another number of steps; None if none."""
+        own: list[float] | None = self.pipeline.config.sample_sigmas
         if own is None or len(own) == steps:
             return own
         places = np.linspace(0.0, 1.0, steps + 1)[:-1]

@@ -155,7 +155,7 @@ def shift_from_tokens(config: Mapping[str, Any], tokens: int, default_max_shift:
 def stretched_schedule(
     model: PipelineModel, steps: int, tokens: int, default_max_shift: float, sigmas: Sequence[float] | None = None
 ) -> Schedule:
-    """Sigmas, by default evenly spaced, shifted by the number of tokens, stretched to the scheduler's terminal value.
+    """Evenly spaced sigmas, or these, shifted by the number of tokens, stretched to the scheduler's last value.
 
     A single step starts from 1, which cannot be stretched: the scheduler would divide 0 by 0.
     """

@@ -149,6 +149,16 @@ def fetch_index(source: ModelSource) -> tuple[dict[str, Any], Path]:
     return pipeline_index(path.read_text(encoding="utf-8"), path), path.parent
 
 
+def local_json(source: ModelSource, name: str) -> dict[str, Any] | None:
+    """The content of a .json file of the pipeline, such as transformer/config.json, if it is on this machine."""
+    pipeline = source.pipeline
+    if pipeline.kind == "folder":
+        path: Path | None = Path(pipeline.location, pipeline.within, name)
+    else:
+        path = pipeline.repository.cached(pipeline.within + name)
+    return None if path is None or not path.is_file() else read_mapping(path)
+
+
 def check_one_transformer(source: ModelSource, index: Mapping[str, Any]) -> None:
     """Raises ConfigError for a single file whose pipeline has two transformers."""
     if source.file is not None and index.get("boundary_ratio") is not None:

@@ -19,7 +19,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.models.loading.single_file import COMPONENT, load_transformer
 from digenrl.models.loading.sources import ModelSource, open_pipeline
 from digenrl.models.loading.tokenizers import use_tokenizer_files
-from digenrl.models.loading.weight_files import INDEX_NAME
+from digenrl.models.loading.weight_files import INDEX_NAME, folder_listing, known_variants
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def load_pipeline(
         pipeline = pipeline_class.from_pretrained(
             folder,
             dtype=dict(dtypes),
-            variant=source.variant,
+            variant=source.variant if source.variant in known_variants(folder_listing(folder)) else None,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,

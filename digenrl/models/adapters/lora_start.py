@@ -108,7 +108,7 @@ def _converted(source: Path, tensors: Mapping[str, Tensor], pipeline_class: type
     of_text = [name for name in named if name.startswith("text_encoder")]
     if of_text:
         raise _wrong(
-            source, f"adapts a text encoder too ({of_text[0]}), which is not trained; give a LoRA without"
+            source, f"adapts a text encoder ({of_text[0]}), which is not trained; give a LoRA without one"
         )
     return {name.removeprefix(f"{component}."): value for name, value in named.items()}
 

@@ -119,6 +119,22 @@ def test_shards_are_read_if_they_have_an_index_else_the_whole_file(folder: Path)
     assert read() == {shard}
 
 
+def test_what_diffusers_cannot_load_is_refused_in_one_line(folder: Path) -> None:
+    def change(name: str, **values: object) -> None:
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    tensors = load_file(folder / TRANSFORMER)
+    save_file({name: value for name, value in tensors.items() if name != "proj_out.bias"}, folder / TRANSFORMER)
+    assert "transformer lack 1 tensors of its config.json, the first: proj_out.bias" in refusal(folder)
+    change("transformer/config.json", pooled_projection_dim=7)
+    assert "diffusers cannot load it" in refusal(folder)
+    change("model_index.json", transformer=["diffusers", "Transformer3DModelOfAFork"])
+    assert "Transformer3DModelOfAFork" in refusal(folder)
+    change("model_index.json", _class_name=["pipeline_of_ours", "OurPipeline"])
+    assert "code of its own" in refusal(folder)
+
+
 def test_quantized_folders_are_refused(folder: Path) -> None:
     path = folder / "transformer" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {}}))

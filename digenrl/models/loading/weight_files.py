@@ -49,10 +49,12 @@ def pipeline_index(text: str, where: object) -> dict[str, Any]:
     """The content of a model_index.json; raises ConfigError unless it names a pipeline class."""
     try:
         content = json.loads(text)
-        if not isinstance(content["_class_name"], str):
+        if not isinstance(content["_class_name"], str | list):
             raise TypeError
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{where}: does not name a pipeline class; is the file damaged?") from None
+    if isinstance(content["_class_name"], list):
+        raise ConfigError(f"{where}: its pipeline class is in code of its own, which is never run")
     return dict(content)
 
 

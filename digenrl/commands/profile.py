@@ -58,6 +58,7 @@ from digenrl.runs.stopping import RunFailedError
 from digenrl.worker.assignment import threads_per_worker
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, make_trainer, read_blueprint
 from digenrl.worker.checks.preflight import inspect_here
+from digenrl.worker.checks.sources import sources_of
 from digenrl.worker.stages import Stages, WorkerParts
 from digenrl.worker.worker import Worker
 
@@ -211,8 +212,8 @@ def encoding_job(job_id: int, prompt: PromptRow, size: SampleSize) -> Encode:
 
 
 def prompt_row(blueprint: Blueprint) -> PromptRow:
-    """The prompt in place of a recipe's, with as many source images as the family needs at least."""
-    sources, paired = blueprint.family.sources.least, blueprint.recipe.trains_on_pairs
+    """The prompt in place of a recipe's, with as many source images as the model needs at least."""
+    sources, paired = sources_of(blueprint).least, blueprint.recipe.trains_on_pairs
     return PromptRow("prompt-profile", TEXT, {}, sources, paired=paired)
 
 

@@ -37,7 +37,7 @@ from digenrl.training.checkpoint.atomic_folders import written_atomically
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.checkpoint.export import weights_to_export
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
-from digenrl.worker.checks.sources import IN_FILES, check_source_counts
+from digenrl.worker.checks.sources import IN_FILES, check_source_counts, sources_of
 from digenrl.worker.clips import clip_suffix, write_clip
 from digenrl.worker.encoding import encode_prompt, source_images
 from digenrl.worker.pictures import as_image
@@ -112,9 +112,8 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
     wanted = _requested_prompts(folder.recipe, request)
     recipe = folder.recipe if checkpoint is None else folder.recipe.from_checkpoint()
     blueprint = read_blueprint(_with_evaluation(recipe, request))
-    check_source_counts(
-        blueprint.family, wanted.prompts, "give them with --image" if request.prompts else IN_FILES
-    )
+    how = "give them with --image" if request.prompts else IN_FILES
+    check_source_counts(blueprint.family, wanted.prompts, how, sources_of(blueprint))
     check_images(wanted.prompts)
     device = find_device(request.device)
     with new_folder(out, folder.path / "sampled", name) as target, _out_of_memory_as_error(device):

@@ -5,9 +5,8 @@ A loaded model is a `DiffusionModel`; see `digenrl.models.contract`.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,7 +30,8 @@ from digenrl.models.loading.pipelines import (
     pipeline_without,
 )
 from digenrl.models.loading.single_file import COMPONENT
-from digenrl.models.loading.sources import ModelSource, check_single_file, component_files
+from digenrl.models.loading.sources import ModelSource, check_single_file, component_files, local_json
+from digenrl.models.loading.weight_files import INDEX_NAME
 from digenrl.models.pipeline_model import TRAINED_TIMESTEPS, PipelineModel
 from digenrl.models.quantized.replacing import (
     BaseWeights,
@@ -94,10 +94,10 @@ NO_SOURCES = SourceCount(0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Distilled:
-    """A published model that was distilled to a few steps, recognized by its name in a source."""
+    """A published model that was distilled to few steps or to no guidance, recognized by its name in a source."""
 
     name: str
-    steps: int  # with which it was published
+    steps: int | None  # with which it was published; None if it takes as many as before
     guidance: float | None = None  # likewise; None if the transformer takes none
 
 
@@ -114,6 +114,8 @@ class Family:
     uses_negative_prompts: bool  # True for classifier-free, False for embedded guidance
     distilled: tuple[Distilled, ...] = ()
     sources: SourceCount = NO_SOURCES
+    # That of one model, by the configurations of its transformer and of its pipeline, if not all take as many.
+    own_sources: Callable[[Mapping[str, Any], Mapping[str, Any]], SourceCount] | None = None
 
     @property
     def name(self) -> str:
@@ -344,13 +346,32 @@ class Family:
 
     def vae_of(self, source: str | Path | ModelSource) -> Component | None:
         """The VAE of a local pipeline, or of the published pipeline of this hub id; None if it is not known."""
-        pipeline = self.with_base(source).pipeline
-        config = Path(pipeline.location, pipeline.within, "vae", "config.json")
-        if config.is_file():
-            settings = json.loads(config.read_text(encoding="utf-8"))
+        source = self.with_base(source)
+        settings = local_json(source, "vae/config.json")
+        if settings is not None:
             return replace(self.vae, arguments={k: v for k, v in settings.items() if not k.startswith("_")})
-        known = (size.vae or self.vae for size in self.sizes.values() if size.hub_id == pipeline.location)
-        return next(known, None)
+        published = self._published(source)
+        return None if published is None else published.vae or self.vae
+
+    def sources_of(self, source: str | Path | ModelSource) -> SourceCount:
+        """How many source images the model takes, as far as is known without the network."""
+        source = self.with_base(source)
+        transformer, pipeline = local_json(source, f"{self.denoiser}/config.json"), local_json(source, INDEX_NAME)
+        if transformer is not None and pipeline is not None:
+            return self.sources_by(transformer, pipeline)
+        published = self._published(source)
+        return self.sources if published is None else self.published_sources(published)
+
+    def published_sources(self, published: FullSize) -> SourceCount:
+        """How many source images a published model takes."""
+        return self.sources_by(published.transformer.arguments, published.pipeline_settings)
+
+    def sources_by(self, transformer: Mapping[str, Any], pipeline: Mapping[str, Any]) -> SourceCount:
+        """How many source images a model takes whose transformer and pipeline have these configurations."""
+        return self.sources if self.own_sources is None else self.own_sources(transformer, pipeline)
+
+    def _published(self, source: ModelSource) -> FullSize | None:
+        return next((size for size in self.sizes.values() if size.hub_id == source.pipeline.location), None)
 
     def random_conditioning(
         self,

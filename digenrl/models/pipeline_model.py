@@ -116,10 +116,14 @@ class PipelineModel(DiffusionModel):
     def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
         """Arguments with which the diffusers pipeline samples as this model does with this guidance.
 
-        They do not include prompt, negative_prompt, num_frames, num_inference_steps and `sample_arguments`.
+        They do not include prompt, negative_prompt, num_frames, `step_arguments` and `sample_arguments`.
         """
         length = {} if self.text_length is None else {"max_sequence_length": self.text_tokens}
         return {self.guidance_argument: guidance, **length}
+
+    def step_arguments(self, steps: int) -> dict[str, Any]:
+        """Arguments with which the diffusers pipeline takes this number of steps."""
+        return {"num_inference_steps": steps}
 
     def own_components(self) -> dict[str, Any]:
         """Our components in place of some that are never loaded, by name."""

@@ -7,6 +7,7 @@ how its loader finds adapters and scales them.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,6 +42,7 @@ TARGETS = (
     r"(?!single_transformer_blocks\.1\.attn\.to_k|.*attentions\.\d+\.proj_out)(.*\.)?(\w*blocks|layers|\w+_refiner)\.\d+\.(.*\.)?"
     r"(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|net\.0\.proj|net\.2|linear|\w+_mod\.1|proj_mlp|proj_out"
     r"|w[123]|adaLN_modulation\.0|linear_in|linear_out|to_qkv_mlp_proj)"
+    r"|single_transformer_blocks\.\d+\.attn\.to_out|\w+_stream_modulation\w*\.linear"
 )
 
 
@@ -200,7 +202,8 @@ def test_training_starts_from_it(trained: Trained, exports: dict[str, Path], to:
     if to == "comfyui" and not has_comfyui_names(trained):
         return
     recipe = recipe_of(trained.family, trained.source, alpha=RANK * 2.0, start_from=str(exports[to]))
-    if to == "comfyui" and trained.family.name == "hunyuan_video":  # its fused layers have the rank of their parts
+    fused = ("hunyuan_video", "flux2_klein", "flux2_dev")
+    if to == "comfyui" and trained.family.name in fused:  # fused layers have the rank of their parts together
         with pytest.raises(ConfigError, match="start_from"):
             check_adapters(read_blueprint(recipe))
         return
@@ -273,14 +276,14 @@ def apply_in_comfyui(lora: dict[str, Tensor], family: str, transformer: torch.nn
 
 def comfyui_model(family: str, linears: list[str]) -> dict[str, list[str]]:
     """The names that ComfyUI's loader knows, each with the diffusers layers whose rows it has, in order."""
-    plain = ("sd3", "flux", "flux_kontext", "flux2_klein", "flux2_dev", "qwen_image", "qwen_image_edit", "z_image")
+    plain = ("sd3", "flux", "flux_kontext", "qwen_image", "qwen_image_edit", "z_image")
     if family in plain:
         return {f"transformer.{path}": [path] for path in linears}
-    rename = _wan_name if family == "wan" else _hunyuan_name
+    rename = {"wan": _wan_name, "flux2_klein": _flux2_name, "flux2_dev": _flux2_name}.get(family, _hunyuan_name)
     known: dict[str, list[str]] = {}
     for path in linears:
         known.setdefault(f"diffusion_model.{rename(path)}", []).append(path)
-    if family == "hunyuan_video":  # q, k, v and then the MLP, in whatever order diffusers has them
+    if family != "wan":  # q, k, v and then the MLP, in whatever order diffusers has them
         order = ["to_q", "add_q_proj", "to_k", "add_k_proj", "to_v", "add_v_proj", "proj_mlp"]
         for parts in known.values():
             parts.sort(key=lambda path: order.index(last) if (last := path.rpartition(".")[2]) in order else 0)
@@ -294,6 +297,24 @@ def _wan_name(path: str) -> str:
         (".to_out.0", ".o"),
     ):
         path = path.replace(ours, theirs)
+    return path
+
+
+def _flux2_name(path: str) -> str:
+    single, stream = path.startswith("single_t"), "txt" if "add_" in path or "_context" in path else "img"
+    for pattern, theirs in (
+        (r"^single_transformer_blocks", "single_blocks"),
+        (r"^transformer_blocks", "double_blocks"),
+        (r"attn\.to_qkv_mlp_proj$", "linear1"),
+        (r"attn\.to_out$", "linear2"),
+        (r"attn\.(to_[qkv]|add_[qkv]_proj)$", f"{stream}_attn.qkv"),
+        (r"attn\.(to_out\.0|to_add_out)$", f"{stream}_attn.proj"),
+        (r"ff(_context)?\.linear_in$", f"{stream}_mlp.0"),
+        (r"ff(_context)?\.linear_out$", f"{stream}_mlp.2"),
+        (r"_modulation(_img|_txt)?\.linear$", r"_modulation\1.lin"),
+    ):
+        path = re.sub(pattern, theirs, path)
+    assert not single or path.rpartition(".")[2] in ("linear1", "linear2"), path
     return path
 
 

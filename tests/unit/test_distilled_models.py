@@ -28,6 +28,20 @@ GENTLE = ("model.guidance=1", "sample.noise.level=0.3", "sample.window.width=1")
         ("z_image_flow_grpo", (TURBO, *GENTLE), set()),
         ("flux2_klein_dance_grpo", (KLEIN, *GENTLE, "sample.denoising_steps=4"), set()),
         ("flux2_klein_dance_grpo", (KLEIN, *GENTLE, "sample.denoising_steps=9"), {"sample.denoising_steps"}),
+        (
+            "sd3_flow_grpo",
+            ("model.source=stabilityai/stable-diffusion-3.5-large-turbo", "sample.denoising_steps=8"),
+            {"model.guidance", "sample.noise.level"},
+        ),
+        (
+            "hunyuan_video_1_5_flow_grpo",  # distilled to no guidance, with as many steps as before
+            (
+                "model.source=hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v_distilled",
+                "model.guidance=6",
+            ),
+            {"model.guidance"},
+        ),
+        ("qwen_image_2_1_flow_grpo", ("model.source=Qwen/Qwen-Image-2.1-Turbo",), {"sample.noise.level"}),
         ("flux_flow_grpo", ("model.source=black-forest-labs/FLUX.1-schnell",), {"sample.noise.level"}),
         (
             "sd3_diffusion_nft",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,16 @@ import torch
 from source_pictures import picture
 from tiny_wan_models import tiny_wan_2_2, tiny_wan_i2v_2_1, tiny_wan_i2v_a14b
 
+from digenrl.commands.support.derived_facts import facts_of, local_model
 from digenrl.commands.support.model_probe import plain_pipeline
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.family import SourceCount
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
+from digenrl.prompts.sources import Prompt
 from digenrl.testing.tiny_models import seeded_weights
+from digenrl.worker.checks.sources import check_source_counts
 
 FAMILY = find_family("wan_i2v")
 SIZE = SampleSize(32, 48, frames=5)
@@ -102,6 +107,26 @@ def test_a_model_for_first_and_last_frames_needs_both(models: dict[str, Pipeline
     conditioning = models["flf2v"].encode_with_images(["a red cat"], [[FIRST]], SIZE)
     with pytest.raises(ConfigError, match="the first and the last frame"):
         models["flf2v"].velocity(noise_of(models["flf2v"], 1), torch.tensor([500.0]), conditioning, 1.0, SIZE)
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("a14b", 1, 2), ("2.1", 1, 1), ("flf2v", 2, 2), ("5b", 1, 1)])
+def test_how_many_frames_a_model_takes_is_known_before_it_is_loaded(
+    models: dict[str, PipelineModel], name: str, least: int, most: int
+) -> None:
+    folder = models[name].pipeline.config._name_or_path
+    assert FAMILY.sources_of(folder) == SourceCount(least, most)
+    facts = facts_of(FAMILY, name, *local_model(FAMILY, Path(folder), None), size_of(name))  # with as many sources
+    assert facts.parameters == sum(each.numel() for each in models[name].transformer.parameters())
+
+
+def test_too_few_or_too_many_frames_are_refused_before_anything_is_loaded() -> None:
+    one, two = (Prompt(0, "a cat", images=(b"",) * count, where=f"{count}.jsonl:1") for count in (1, 2))
+    flf2v, first = (FAMILY.sources_of(FAMILY.sizes[size].hub_id or "") for size in ("2.1-flf2v-14b", "2.2-5b"))
+    check_source_counts(FAMILY, [one], allowed=first)
+    check_source_counts(FAMILY, [two], allowed=flf2v)
+    for prompt, allowed, takes in ((one, flf2v, "2 source images"), (two, first, "1 source image")):
+        with pytest.raises(ConfigError, match=rf"{prompt.where}: .* wan_i2v takes {takes}; .* model\.source"):
+            check_source_counts(FAMILY, [prompt], allowed=allowed)
 
 
 def test_the_length_of_its_text_is_fixed(a14b: PipelineModel) -> None:

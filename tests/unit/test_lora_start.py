@@ -58,6 +58,20 @@ def test_kohyas_files_are_read_with_their_alphas(
     torch.testing.assert_close(up @ down, expected)
 
 
+def test_a_lora_of_text_encoders_too_is_refused(tmp_path: Path) -> None:
+    """As most of SDXL's on Civitai."""
+    encoder, unet = "lora_te1_text_model_encoder_layers_0_self_attn_q_proj", "lora_unet_input_blocks_4_1_proj_in"
+    save_file(pairs_of(encoder, unet), tmp_path / "lora.safetensors")
+    with pytest.raises(ConfigError, match=r"adapts a text encoder \(text_encoder"):
+        read_lora(tmp_path / "lora.safetensors", StableDiffusionXLPipeline)
+
+
+def test_names_with_those_of_pefts_adapter_set_are_known(tmp_path: Path) -> None:
+    sides = (".lora_A.default.weight", ".lora_B.default.weight")
+    save_file(pairs_of("transformer.blocks.0.to_q", sides=sides, alpha=False), tmp_path / "lora.safetensors")
+    assert list(read_lora(tmp_path / "lora.safetensors", FluxPipeline)) == ["blocks.0.to_q"]
+
+
 def test_the_metadata_of_diffusers_give_the_strength_and_what_is_not_plain_is_refused(tmp_path: Path) -> None:
     file, layer = tmp_path / "lora.safetensors", "transformer.transformer_blocks.0.attn.to_q"
     tensors = pairs_of(layer, sides=DIFFUSERS, alpha=False)
@@ -73,3 +87,6 @@ def test_the_metadata_of_diffusers_give_the_strength_and_what_is_not_plain_is_re
         read({"alpha_pattern": {"to_q": 2.0}})
     with pytest.raises(ConfigError, match=r"dora_scale.*plain LoRA"):
         read({}, **{f"{layer}.dora_scale": torch.ones(8, 1)})
+    save_file(tensors, file, metadata={"lora_adapter_metadata": "{"})
+    with pytest.raises(ConfigError, match="metadata are damaged"):
+        read_lora(file, FluxPipeline)

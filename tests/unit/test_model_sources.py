@@ -119,6 +119,22 @@ def test_shards_are_read_if_they_have_an_index_else_the_whole_file(folder: Path)
     assert read() == {shard}
 
 
+def test_what_diffusers_cannot_load_is_refused_in_one_line(folder: Path) -> None:
+    def change(name: str, **values: object) -> None:
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+    tensors = load_file(folder / TRANSFORMER)
+    save_file({name: value for name, value in tensors.items() if name != "proj_out.bias"}, folder / TRANSFORMER)
+    assert "transformer lack 1 tensors of its config.json, the first: proj_out.bias" in refusal(folder)
+    change("transformer/config.json", pooled_projection_dim=7)
+    assert "diffusers cannot load it" in refusal(folder)
+    change("model_index.json", transformer=["diffusers", "Transformer3DModelOfAFork"])
+    assert "Transformer3DModelOfAFork" in refusal(folder)
+    change("model_index.json", _class_name=["pipeline_of_ours", "OurPipeline"])
+    assert "code of its own" in refusal(folder)
+
+
 def test_quantized_folders_are_refused(folder: Path) -> None:
     path = folder / "transformer" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {}}))
@@ -246,8 +262,29 @@ def test_the_hub_refusals_say_what_to_do(hub: HubStandIn, monkeypatch: pytest.Mo
     SD3.load_text_encoders(ModelSource("me/sd3", token="env:THE_TOKEN"))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     assert SD3.load_text_encoders("me/sd3").encode(["a cat"]).positive  # from the cache
-    with pytest.raises(HubUnreachableError, match="cannot be reached"):
-        SD3.load("me/sd3")  # the transformer is not in the cache
+    with pytest.raises(HubUnreachableError, match=r"in the cache: incomplete: transformer .* cannot be reached"):
+        SD3.load("me/sd3")
+
+
+def test_a_variant_that_the_cache_lacks_is_downloaded(hub: HubStandIn) -> None:
+    repository, variant = hub.root / "me" / "sd3", TRANSFORMER.replace(".safetensors", ".fp16.safetensors")
+    halves = {name: value.half() for name, value in load_file(repository / TRANSFORMER).items()}
+    save_file(halves, repository / variant, {"format": "pt"})
+    SD3.load("me/sd3", text_encoders=False)
+    assert variant not in hub.served
+    SD3.load(ModelSource("me/sd3", variant="fp16"), text_encoders=False)
+    assert variant in hub.served
+
+
+def test_text_encoders_load_if_only_the_transformer_has_the_variant(folder: Path, hub: HubStandIn) -> None:
+    """As SD 1.5 with its `non_ema` files."""
+    for root in (folder, hub.root / "me" / "sd3"):
+        shutil.copy(root / TRANSFORMER, root / TRANSFORMER.replace(".safetensors", ".non_ema.safetensors"))
+    for location in (str(folder), "me/sd3"):
+        source = ModelSource(location, variant="non_ema")
+        assert SD3.load_text_encoders(source).encode(["a cat"]).positive
+        SD3.load(source, text_encoders=False)
+    assert "known: non_ema" in refusal(ModelSource("me/sd3", variant="ema"))
 
 
 def test_a_repository_with_missing_shards_is_refused_before_its_weights_are_fetched(hub: HubStandIn) -> None:

@@ -119,6 +119,24 @@ def test_a_given_shift_is_followed_by_a_solver_for_flows() -> None:
     assert (nine[1:-1] > two[1:-1]).all()
 
 
+def test_the_levels_that_a_pipeline_of_qwen_image_2_1_sets_are_followed_or_interpolated() -> None:
+    model = find_family("qwen_image_2_1").build_full(torch.bfloat16, "meta")
+    own, size = [1.0, 0.95, 0.85, 0.4], SampleSize(512, 512)
+    model.pipeline.register_to_config(sample_sigmas=own)
+    model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler()
+    assert model.schedule(4, size).sigmas.tolist() == pytest.approx([*own, 0])
+    assert model.schedule(8, size).sigmas[::2].tolist() == pytest.approx([*own, 0])
+    assert model.step_arguments(4)["sigmas"] == own
+
+
+def test_a_transformer_of_qwen_image_2_1_whose_text_depends_on_time_is_refused() -> None:
+    family = find_family("qwen_image_2_1")
+    pipeline = family.build_full(torch.bfloat16, "meta").pipeline
+    pipeline.transformer.register_to_config(causal_condition=False)
+    with pytest.raises(ConfigError, match="causal_condition"):
+        family.model_class(pipeline)
+
+
 @pytest.mark.parametrize(
     ("scheduler", "reason"),
     [

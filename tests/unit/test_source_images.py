@@ -68,7 +68,13 @@ def test_what_is_no_path_is_refused_with_its_line(tmp_path: Path, value: object)
 
 def test_a_missing_or_unreadable_image_is_found_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("no image")
-    for name, why in (("absent.png", "does not exist"), ("text.png", "PNG or JPEG"), (".", "cannot be read")):
+    Image.new("F", (4, 4)).save(tmp_path / "depth.tiff")
+    for name, why in (
+        ("absent.png", "does not exist"),
+        ("text.png", "PNG or JPEG"),
+        (".", "cannot be read"),
+        ("depth.tiff", "floating-point"),
+    ):
         (prompt,) = prompts_in(tmp_path, {"prompt": "redder", "image": name})
         with pytest.raises(ConfigError, match=rf"edits\.jsonl:1: .*{why}"):
             check_images([prompt])
@@ -86,6 +92,13 @@ def test_images_are_upright_and_opaque() -> None:
     file = BytesIO()
     turned.save(file, format="PNG", exif=exif)
     assert decoded(file.getvalue(), 4, 2).tobytes() == turned.rotate(-90, expand=True).tobytes()
+
+
+def test_the_shades_of_an_image_with_16_bits_are_kept() -> None:
+    depth = Image.new("I;16", (3, 1))
+    for column, value in enumerate((0, 128 * 257, 65535)):
+        depth.putpixel((column, 0), value)
+    assert decoded(as_png(depth), 1, 3).tobytes() == bytes([0, 0, 0, 128, 128, 128, 255, 255, 255])
 
 
 def test_cropping_keeps_the_centre_and_the_area_keeps_the_aspect_ratio() -> None:

@@ -134,7 +134,7 @@ def test_what_a_unet_cannot_do_is_refused_before_a_run(directory: Path, tmp_path
     pipeline.unet.register_to_config(time_cond_proj_dim=256)
     with pytest.raises(ConfigError, match=r"guidance as an input.*LCM"):
         find_family("sd15").model_class(pipeline)
-    pipeline.scheduler = EDMDPMSolverMultistepScheduler()
+    pipeline.scheduler = EDMDPMSolverMultistepScheduler.from_config(pipeline.scheduler.config)
     with pytest.raises(ConfigError, match=r"EDMDPMSolverMultistepScheduler has no `beta_schedule`"):
         find_family("sd15").model_class(pipeline)
     with pytest.raises(ConfigError, match=r"sample\.shift.*fixed noise levels"):

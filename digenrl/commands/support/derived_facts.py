@@ -37,7 +37,7 @@ def derive_facts(recipe: Recipe, folder: Path | None = None) -> ModelFacts:
     name, folder = model_name(recipe), folder or _pipeline_folder(source_of(recipe))
     targets = None if recipe.training.lora is None else recipe.training.lora.targets
     if (folder / family.denoiser / "config.json").is_file():
-        return facts_of(family, name, *_local_model(family, folder, recipe.model.text_tokens), size, targets)
+        return facts_of(family, name, *local_model(family, folder, recipe.model.text_tokens), size, targets)
     published = recipe.model.random_size if recipe.model.random else _size_in(name, family)
     if published is None:
         published = next(iter(family.sizes))
@@ -72,7 +72,9 @@ def facts_of(
     targets: Targets | None = None,
 ) -> ModelFacts:
     """Facts of a model on the meta device, counted with a sample of this size."""
-    count = asdict(count_work(model, text_shapes, size, targets, family.sources.least))
+    pipeline = model.pipeline
+    sources = family.sources_by(getattr(pipeline, family.denoiser).config, pipeline.config).least
+    count = asdict(count_work(model, text_shapes, size, targets, sources))
     costs = typical_costs(count.pop("activations"), family.kind)
     facts = {
         "name": name,
@@ -96,21 +98,19 @@ def _size_in(name: str, family: Family) -> str | None:
     return max(fitting, key=len, default=None)
 
 
-def _local_model(family: Family, source: Path, text_tokens: int | None) -> tuple[PipelineModel, TextShapes]:
+def local_model(family: Family, source: Path, text_tokens: int | None) -> tuple[PipelineModel, TextShapes]:
     """The model of a local pipeline on the meta device, and its text shapes."""
-    full, boundary = family.full_size(), _boundary_ratio(source)
+    full, settings = family.full_size(), _pipeline_settings(source)
     with building_on(torch.bfloat16, "meta"):
         kind, config = full.transformer.cls, _config(source / family.denoiser)
-        transformers = [kind.from_config(config) for _ in range(1 + (boundary is not None))]
+        transformers = [kind.from_config(config) for _ in range(1 + (settings.get("boundary_ratio") is not None))]
         vae = family.vae.cls.from_config(_config(source / "vae"))
         published = full.transformer.build()
     parts = {"vae": vae, "scheduler": family.scheduler.build()}
     for name, transformer in zip(family.model_class.denoisers(), transformers, strict=False):
         keep_fp32_modules(transformer)
         parts[name] = transformer
-    pipeline = pipeline_without(
-        family.pipeline_class, **parts, **({} if boundary is None else {"boundary_ratio": boundary})
-    )
+    pipeline = pipeline_without(family.pipeline_class, **parts, **settings)
     shapes = {
         name: (*shape[:-1], _width(shape[-1], published.config, transformers[0].config))
         for name, shape in family.text_shapes(None, text_tokens).items()
@@ -135,11 +135,11 @@ def _width(published_width: int, published: Mapping[str, Any], config: Mapping[s
     return next((config[key] for key in keys if isinstance(config.get(key), int)), published_width)
 
 
-def _boundary_ratio(source: Path) -> float | None:
-    """Where the noise levels of a pipeline with two transformers are divided."""
+def _pipeline_settings(source: Path) -> dict[str, Any]:
+    """Settings of a pipeline besides its components that change what its transformers compute."""
     path = source / INDEX_NAME
-    boundary: float | None = _read(path).get("boundary_ratio") if path.is_file() else None
-    return boundary
+    index = _read(path) if path.is_file() else {}
+    return {name: index[name] for name in ("boundary_ratio", "expand_timesteps") if name in index}
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from digenrl.models.loading.pipelines import without_progress_bars
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.prompts.source_images import probe_image
 from digenrl.worker.blueprint import Blueprint
+from digenrl.worker.checks.sources import sources_of
 from digenrl.worker.encoding import encode_prompt
 
 
@@ -83,9 +84,9 @@ def _denoised_by_diffusers(
         model.prepare_pipeline(pipeline, blueprint.guidance, size)
         latents_BL: Tensor = pipeline(
             prompt=[prompt],
-            num_inference_steps=steps,
             output_type="latent",
             return_dict=False,
+            **model.step_arguments(steps),
             **({"num_frames": size.frames} if family.kind == "video" else {}),
             **(model.negative_arguments([negative]) if family.uses_negative_prompts else {}),
             **(model.source_arguments(images, size) if images else {}),
@@ -96,9 +97,9 @@ def _denoised_by_diffusers(
 
 
 def _probe_images(blueprint: Blueprint, model: PipelineModel) -> list[Image.Image]:
-    """As many source images as the family needs at least, in a size that the diffusers pipeline keeps."""
+    """As many source images as the model needs at least, in a size that the diffusers pipeline keeps."""
     size = model.pipeline_source_size(blueprint.size)
-    return [probe_image(size.height, size.width)] * blueprint.family.sources.least
+    return [probe_image(size.height, size.width)] * sources_of(blueprint).least
 
 
 def plain_pipeline(model: PipelineModel) -> Any:

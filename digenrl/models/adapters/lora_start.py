@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError, one_line
-from digenrl.models.adapters.lora import adapter_parameters, layer_kind
+from digenrl.models.adapters.lora import adapter_parameters, layer_kind, published_name
 from digenrl.models.adapters.lora_files import (
     DOWN,
     FILE_NAME,
@@ -105,6 +105,11 @@ def _converted(source: Path, tensors: Mapping[str, Tensor], pipeline_class: type
         raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}: the tensor {error} is missing") from None
     except (ValueError, RuntimeError, NotImplementedError) as error:
         raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}: {one_line(error)}") from None
+    of_text = [name for name in named if name.startswith("text_encoder")]
+    if of_text:
+        raise _wrong(
+            source, f"adapts a text encoder ({of_text[0]}), which is not trained; give a LoRA without one"
+        )
     return {name.removeprefix(f"{component}."): value for name, value in named.items()}
 
 
@@ -126,7 +131,8 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(file, framework="pt") as content:
             names = content.keys()
-            return {name: content.get_tensor(name).float() for name in names}, content.metadata() or {}
+            tensors = {published_name(name): content.get_tensor(name).float() for name in names}
+            return tensors, content.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise _wrong(file, f"cannot be read: {one_line(error)}; only .safetensors files are") from None
 
@@ -148,8 +154,11 @@ def _apply_alphas(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _metadata_scale(source: Path, metadata: Mapping[str, str]) -> float:
-    config = json.loads(metadata.get(METADATA, "{}"))
-    values = {key.rpartition(".")[2]: value for key, value in config.items()}
+    try:
+        config = json.loads(metadata.get(METADATA, "{}"))
+        values = {key.rpartition(".")[2]: value for key, value in config.items()}
+    except (ValueError, AttributeError):
+        raise _wrong(source, f"its metadata are damaged ({METADATA})") from None
     rank, alpha = values.get("r"), values.get("lora_alpha")
     return _scale(source, values, rank, alpha) if rank and alpha else 1.0
 

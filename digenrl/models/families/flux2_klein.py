@@ -18,7 +18,7 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
-from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
+from digenrl.models.families.parts.comfyui_layers import FLUX_2_LAYERS
 from digenrl.models.families.parts.helpers import (
     JOINT_ATTENTION,
     Text,
@@ -43,7 +43,7 @@ class Flux2KleinModel(TwoBranchModel):
 
     family = "flux2_klein"
     lora_targets = (*JOINT_ATTENTION, "to_qkv_mlp_proj")
-    comfyui_layers = DIFFUSERS_NAMES
+    comfyui_layers = FLUX_2_LAYERS
     default_guidance = 4.0
     text_encoders = ("text_encoder",)
     text_length = TEXT_LENGTH

@@ -24,7 +24,7 @@ from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.families.parts.helpers import Text, guided_separately, text_like
 from digenrl.models.families.parts.hunyuan import HunyuanModel
 from digenrl.models.families.parts.hunyuan_attention import VideoThenText, video_forward
-from digenrl.models.family import Component, Family, FullSize
+from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.pipeline_model import TextLength, TwoBranchModel
 
 TEXT_LENGTH = TextLength("tokenizer", default=1000, most=1000)  # of Qwen2.5-VL, after the template
@@ -156,4 +156,8 @@ HUNYUAN_VIDEO_1_5 = Family(
     vae=Component(AutoencoderKLHunyuanVideo15, {}),  # the class's defaults: the published VAE
     scheduler=SCHEDULER,
     uses_negative_prompts=True,
+    distilled=tuple(
+        Distilled(f"HunyuanVideo-1.5-Diffusers-{kind}_distilled", steps=None, guidance=1.0)
+        for kind in ("480p_t2v", "480p_i2v", "720p_t2v", "720p_i2v")
+    ),
 )

@@ -10,11 +10,13 @@ from functools import partial
 from types import MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import AutoencoderKLQwenImage21, QwenImage21Transformer2DModel
 from torch import Tensor
 from torch.nn.functional import pad
 
+from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
 from digenrl.models.families.parts.helpers import (
@@ -35,7 +37,7 @@ from digenrl.models.families.parts.qwen_stream import (
     stream_forward,
 )
 from digenrl.models.families.qwen_image import SCHEDULER
-from digenrl.models.family import Component, Family, FullSize
+from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.pipeline_model import PipelineModel, TextLength, paired_negatives
 
 TEXT_LENGTH = TextLength("processor", default=512, most=1024)  # with the end of the chat template
@@ -65,6 +67,14 @@ class QwenImage21Model(PipelineModel):
             self.transformer.forward = MethodType(stream_forward, self.transformer)
             for block in repeated_blocks(self.transformer):
                 block.attn.set_processor(TextThenImage())  # type: ignore[union-attr,operator]
+
+    def check_denoising(self) -> None:
+        super().check_denoising()
+        if not self.pipeline.transformer.config.causal_condition:
+            raise ConfigError(
+                f"{self.family}: the transformer's text depends on the timestep (`causal_condition: false`), "
+                "which is not supported"
+            )
 
     def own_components(self) -> dict[str, Any]:
         """The processor, and what the pipeline remembers of it: how many tokens the system message has."""
@@ -109,7 +119,19 @@ class QwenImage21Model(PipelineModel):
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
         """With a token for every latent."""
         _, h, w = self.noise_shape(size)
-        return stretched_schedule(self, steps, tokens=h * w, default_max_shift=1.15)
+        return stretched_schedule(self, steps, h * w, default_max_shift=1.15, sigmas=self._sigmas(steps))
+
+    def step_arguments(self, steps: int) -> dict[str, Any]:
+        sigmas = self._sigmas(steps)
+        return super().step_arguments(steps) | ({} if sigmas is None else {"sigmas": sigmas})
+
+    def _sigmas(self, steps: int) -> list[float] | None:
+        """Those that the pipeline sets, as Turbo's, interpolated for another number of steps; None if none."""
+        own: list[float] | None = self.pipeline.config.sample_sigmas
+        if own is None or len(own) == steps:
+            return own
+        places = np.linspace(0.0, 1.0, steps + 1)[:-1]
+        return [float(each) for each in np.interp(places, np.linspace(0.0, 1.0, len(own) + 1), [*own, 0.0])]
 
     def noise_shape(self, size: SampleSize) -> tuple[int, ...]:
         require_one_frame(size, self.family)
@@ -183,4 +205,5 @@ QWEN_IMAGE_2_1 = Family(
     vae=Component(AutoencoderKLQwenImage21, {}),
     scheduler=SCHEDULER,
     uses_negative_prompts=True,
+    distilled=(Distilled("Qwen-Image-2.1-Turbo", steps=8, guidance=1.0),),
 )

@@ -19,7 +19,7 @@ from digenrl.models.families.parts.helpers import (
     shift_from_tokens,
 )
 from digenrl.models.families.parts.image_vae import ImageVaeModel, image_vae
-from digenrl.models.family import Component, Family, FullSize
+from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.pipeline_model import TextLength, paired_negatives, schedule_of
 
 TEXT_LENGTH = TextLength("tokenizer_3", default=256, most=512)  # of T5's part; the pipeline's default and limit
@@ -138,4 +138,5 @@ SD3 = Family(
     vae=image_vae(scaling_factor=1.5305, shift_factor=0.0609),
     scheduler=SCHEDULER,
     uses_negative_prompts=True,
+    distilled=(Distilled("stable-diffusion-3.5-large-turbo", steps=4, guidance=1.0),),
 )

@@ -111,9 +111,18 @@ class WanImageToVideoModel(WanModel):
         channels, *grid = self.noise_shape(size)
         if self._replaces_first_frame:
             return {FRAMES: (channels, 1, *grid[1:])}
-        tokens, width = CLIP_SHAPE
+        tokens, width = self._clip_shape
         masks = self.pipeline.vae_scale_factor_temporal
         return {FRAMES: (channels + masks, *grid), CLIP_TOKENS: (tokens * len(sources), width)}
+
+    @property
+    def _clip_shape(self) -> tuple[int, int]:
+        """The tokens of one image and their width, as the transformer takes them if it says so."""
+        if self.transformer is None:
+            return CLIP_SHAPE
+        config: Any = next(iter(parts_of(self.transformer).values())).config
+        of_both = config.pos_embed_seq_len
+        return CLIP_SHAPE[0] if of_both is None else of_both // 2, config.image_dim or CLIP_SHAPE[1]
 
     def velocity(
         self,
@@ -178,6 +187,14 @@ class WanImageToVideoModel(WanModel):
         return {"encoder_hidden_states_image": tokens_BTD}
 
 
+def own_sources(transformer: Mapping[str, Any], pipeline: Mapping[str, Any]) -> SourceCount:
+    """Wan2.2 5B takes the first frame, Wan2.1 the first or both, Wan2.2 A14B one or both."""
+    if transformer.get("pos_embed_seq_len") is not None:
+        return SourceCount(2, 2)
+    only_first = transformer.get("image_dim") is not None or pipeline.get("expand_timesteps")
+    return SourceCount(1, 1 if only_first else 2)
+
+
 IMAGE_CHANNELS = {"in_channels": 36}  # the sample's 16, the source's 16, and 4 of the mask
 IMAGE_TOKENS = {**IMAGE_CHANNELS, "image_dim": CLIP_SHAPE[1], "added_kv_proj_dim": 5120}
 SETTINGS_A14B = {"boundary_ratio": 0.9}
@@ -203,4 +220,5 @@ WAN_I2V = replace(
         "2.2-5b": WAN.sizes["2.2-5b"],
     },
     sources=SourceCount(1, 2),
+    own_sources=own_sources,
 )

@@ -15,11 +15,11 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, one_line
 from digenrl.models.loading.single_file import COMPONENT, load_transformer
 from digenrl.models.loading.sources import ModelSource, open_pipeline
 from digenrl.models.loading.tokenizers import use_tokenizer_files
-from digenrl.models.loading.weight_files import INDEX_NAME
+from digenrl.models.loading.weight_files import INDEX_NAME, folder_listing, known_variants
 
 CPU = torch.device("cpu")
 
@@ -57,20 +57,36 @@ def load_pipeline(
         if from_file:
             dtype = dtypes.get(COMPONENT, dtypes["default"])
             parts[COMPONENT] = load_transformer(Path(source.location), folder, dtype)
-        pipeline = pipeline_class.from_pretrained(
-            folder,
-            dtype=dict(dtypes),
-            variant=source.variant,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            **parts,
-        )
+        try:
+            pipeline = pipeline_class.from_pretrained(
+                folder,
+                dtype=dict(dtypes),
+                variant=source.variant if source.variant in known_variants(folder_listing(folder)) else None,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                **parts,
+            )
+        except (AttributeError, ValueError) as error:  # an unknown class, or a tensor of another shape
+            raise ConfigError(f"{source}: diffusers cannot load it: {one_line(error)}") from error
+    _check_complete(source, pipeline)
     for name in set(processors) - set(without):
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / name, local_files_only=True)
         pipeline.register_modules(**{name: tokenizer})
     use_tokenizer_files(pipeline)
     return pipeline
+
+
+def _check_complete(source: ModelSource, pipeline: Any) -> None:
+    """Raises ConfigError if a component of diffusers has parameters that its weight files lack."""
+    for component, part in pipeline.components.items():
+        named = part.named_parameters() if isinstance(part, nn.Module) else ()
+        absent = [name for name, parameter in named if parameter.is_meta]
+        if absent:
+            raise ConfigError(
+                f"{source}: the weight files of {component} lack {len(absent)} tensors of its config.json, the "
+                f"first: {absent[0]}; use a complete pipeline"
+            )
 
 
 def absent_components(index: Mapping[str, Any]) -> tuple[str, ...]:

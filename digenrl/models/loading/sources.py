@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from digenrl.config.reading import ConfigError, read_mapping
-from digenrl.models.loading.hub import HubRepository
+from digenrl.models.loading.hub import HubRepository, HubUnreachableError
 from digenrl.models.loading.weight_files import (
     INDEX_NAME,
     PICKLES,
@@ -149,6 +149,16 @@ def fetch_index(source: ModelSource) -> tuple[dict[str, Any], Path]:
     return pipeline_index(path.read_text(encoding="utf-8"), path), path.parent
 
 
+def local_json(source: ModelSource, name: str) -> dict[str, Any] | None:
+    """The content of a .json file of the pipeline, such as transformer/config.json, if it is on this machine."""
+    pipeline = source.pipeline
+    if pipeline.kind == "folder":
+        path: Path | None = Path(pipeline.location, pipeline.within, name)
+    else:
+        path = pipeline.repository.cached(pipeline.within + name)
+    return None if path is None or not path.is_file() else read_mapping(path)
+
+
 def check_one_transformer(source: ModelSource, index: Mapping[str, Any]) -> None:
     """Raises ConfigError for a single file whose pipeline has two transformers."""
     if source.file is not None and index.get("boundary_ratio") is not None:
@@ -201,14 +211,29 @@ def weight_files(pipeline_class: type[Any], source: ModelSource) -> dict[str, Pa
 def remote_files(source: ModelSource, without: Sequence[str] = ()) -> dict[str, int]:
     """The files of a hub id that loading it needs, with their sizes, by their paths in the repository."""
     pipeline = source.pipeline
-    index, _ = fetch_index(pipeline)
+    index, folder = fetch_index(pipeline)
+    try:
+        in_repository = pipeline.repository.listing()
+    except HubUnreachableError:
+        _explain_cache(pipeline, index, folder, without)
+        raise
     listing = {
         name.removeprefix(pipeline.within): size
-        for name, size in pipeline.repository.listing().items()
+        for name, size in in_repository.items()
         if name.startswith(pipeline.within)
     }
     files = pipeline_files(_named(pipeline), index, listing, pipeline.variant, without)
     return {pipeline.within + name: size for name, size in files.items()}
+
+
+def _explain_cache(pipeline: ModelSource, index: Mapping[str, Any], folder: Path, without: Sequence[str]) -> None:
+    """Raises HubUnreachableError that says which files the cache lacks."""
+    try:
+        pipeline_files(
+            f"{_named(pipeline)}, in the cache", index, folder_listing(folder), pipeline.variant, without
+        )
+    except MissingFilesError as error:
+        raise HubUnreachableError(f"{error}; the hub cannot be reached (is HF_HUB_OFFLINE set?)") from None
 
 
 def open_pipeline(pipeline_class: type[Any], source: ModelSource, without: Sequence[str]) -> Path:

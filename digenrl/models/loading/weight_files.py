@@ -30,7 +30,7 @@ MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
 
 
 class MissingFilesError(ConfigError):
-    """Files of a pipeline are missing, as after an interrupted download."""
+    """Files of a pipeline are missing, as after an interrupted download, or are there in other formats only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,12 @@ def pipeline_index(text: str, where: object) -> dict[str, Any]:
     """The content of a model_index.json; raises ConfigError unless it names a pipeline class."""
     try:
         content = json.loads(text)
-        if not isinstance(content["_class_name"], str):
+        if not isinstance(content["_class_name"], str | list):
             raise TypeError
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{where}: does not name a pipeline class; is the file damaged?") from None
+    if isinstance(content["_class_name"], list):
+        raise ConfigError(f"{where}: its pipeline class is in code of its own, which is never run")
     return dict(content)
 
 
@@ -71,8 +73,7 @@ def pipeline_files(
     """The files to load, with their sizes: small files of all components, weights of those not in `without`.
 
     Weights are .safetensors only. With a variant, a component that lacks it uses its other files, as in diffusers.
-    Raises MissingFilesError for an incomplete pipeline, ConfigError if the variant does not exist or weights are
-    pickled.
+    Raises MissingFilesError for an incomplete pipeline, also if the variant does not exist or weights are pickled.
     """
     files = {INDEX_NAME: listing.get(INDEX_NAME, 0)}
     chosen: dict[str, list[str]] = {}
@@ -86,7 +87,7 @@ def pipeline_files(
             chosen[name] = [path for path in inside if _stem(path) == STEMS[library]]
             if not chosen[name]:
                 raise _no_weights(where, name, inside)
-    _check_variant(where, variant, chosen)
+    _check_variant(where, variant, chosen, known_variants(listing))
     for name, paths in chosen.items():
         weights = [path for path in paths if _variant(path) == variant]
         weights = weights or [path for path in paths if _variant(path) is None]
@@ -175,23 +176,30 @@ def _require_small_files(where: object, name: str, kind: str, inside: Sequence[s
 def _no_weights(where: object, name: str, inside: Sequence[str]) -> ConfigError:
     pickles = [path for path in inside if path.endswith(PICKLES)]
     if pickles:
-        return ConfigError(
+        return MissingFilesError(
             f"{where}: {pickles[0]} is pickled, which can run code; only .safetensors weights are loaded: save "
             "the pipeline again with diffusers' save_pretrained, or choose a repository that has them"
         )
     return _missing(where, f"{name} has no weights (.safetensors)")
 
 
-def _check_variant(where: object, variant: str | None, chosen: Mapping[str, Sequence[str]]) -> None:
+def known_variants(listing: Listing) -> list[str]:
+    """The variants of which some component has weight files."""
+    weights = [path for path in listing if path.count("/") == 1 and _stem(path) in STEMS.values()]
+    return sorted({variant for variant in map(_variant, weights) if variant is not None})
+
+
+def _check_variant(
+    where: object, variant: str | None, chosen: Mapping[str, Sequence[str]], known: Sequence[str]
+) -> None:
     variants = {name: {_variant(path) for path in paths} for name, paths in chosen.items()}
-    known = sorted({each for found in variants.values() for each in found if each is not None})
     if variant is not None and chosen and variant not in known:
         hint = f"known: {', '.join(known)}" if known else "it has none; leave model.variant out"
-        raise ConfigError(f"{where}: no weight files of the variant '{variant}'; {hint}")
+        raise MissingFilesError(f"{where}: no weight files of the variant '{variant}'; {hint}")
     lacking = [name for name, found in variants.items() if not found & {None, variant}]
     if lacking:
         there = sorted({each for each in variants[lacking[0]] if each is not None})
-        raise ConfigError(
+        raise MissingFilesError(
             f"{where}: the weights of {', '.join(lacking)} are there only as variant {', '.join(there)}; "
             f"set model.variant={there[0]}"
         )

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.prompts import PromptSettings
-from digenrl.models.family import Family
+from digenrl.models.family import Family, SourceCount
 from digenrl.models.registry import FAMILIES
 from digenrl.prompts.source_images import check_images
 from digenrl.prompts.sources import Prompt, read_prompts
-from digenrl.worker.blueprint import Blueprint
+from digenrl.worker.blueprint import Blueprint, source_of
 
 IN_FILES = "add a column `image` with their paths to a .jsonl or .parquet file"
 
@@ -23,17 +23,34 @@ def check_sources(blueprint: Blueprint) -> None:
         settings.append(evaluation.prompts)
     for each in settings:
         prompts = read_prompts(each)
-        check_source_counts(family, prompts)
+        check_source_counts(family, prompts, allowed=sources_of(blueprint))
         check_images(prompts)
 
 
-def check_source_counts(family: Family, prompts: Sequence[Prompt], how: str = IN_FILES) -> None:
-    """Raises ConfigError at the first prompt with too few or too many source images for this family.
+def sources_of(blueprint: Blueprint) -> SourceCount:
+    """How many source images the recipe's model takes, as far as is known before it is loaded."""
+    family, model = blueprint.family, blueprint.recipe.model
+    if model.random:
+        return family.published_sources(family.full_size(model.random_size))
+    return family.sources_of(source_of(blueprint.recipe))
 
-    `how` says in the error how to give source images.
+
+def check_source_counts(
+    family: Family, prompts: Sequence[Prompt], how: str = IN_FILES, allowed: SourceCount | None = None
+) -> None:
+    """Raises ConfigError at the first prompt with too few or too many source images.
+
+    `how` says in the error how to give source images. `allowed` is what the model takes, if not all of its family
+    take as many.
     """
+    allowed = family.sources if allowed is None else allowed
     for prompt in prompts:
-        count, allowed = len(prompt.images), family.sources
+        count = len(prompt.images)
+        if family.sources.least <= count <= family.sources.most and not allowed.least <= count <= allowed.most:
+            raise ConfigError(
+                f"{prompt.where}: has {_images(count)}, but this model of {family.name} takes "
+                f"{_images(allowed.least)}; {how}, or use another model.source"
+            )
         if count < allowed.least:
             raise ConfigError(
                 f"{prompt.where}: has {_images(count)}, but {family.name} needs {_images(allowed.least)} "

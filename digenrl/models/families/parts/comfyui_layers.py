@@ -1,7 +1,7 @@
 """The layers of ComfyUI's models, as its LoRA loaders name them, and the diffusers layers that they consist of.
 
-ComfyUI keeps the names of the original implementations. For SD3, FLUX and Qwen-Image it also knows those of
-diffusers.
+ComfyUI keeps the names of the original implementations. For SD3, FLUX.1, Qwen-Image and Z-Image it also knows
+those of diffusers.
 """
 
 from __future__ import annotations
@@ -40,6 +40,32 @@ HUNYUAN_VIDEO_LAYERS: ComfyuiLayers = {
     f"{_REFINED}.mlp.fc2": (f"{_REFINER}.ff.net.2",),
     f"{_REFINED}.adaLN_modulation.1": (f"{_REFINER}.norm_out.linear",),
     "txt_in.input_embedder": ("context_embedder.proj_in",),
+}
+
+# Without norm_out.linear, whose halves are in another order in the original.
+FLUX_2_LAYERS: ComfyuiLayers = {
+    "double_blocks.*.img_attn.qkv": _qkv(f"{_DOUBLE}.attn"),
+    "double_blocks.*.img_attn.proj": (f"{_DOUBLE}.attn.to_out.0",),
+    "double_blocks.*.img_mlp.0": (f"{_DOUBLE}.ff.linear_in",),
+    "double_blocks.*.img_mlp.2": (f"{_DOUBLE}.ff.linear_out",),
+    "double_blocks.*.txt_attn.qkv": _qkv(f"{_DOUBLE}.attn", _ADDED),
+    "double_blocks.*.txt_attn.proj": (f"{_DOUBLE}.attn.to_add_out",),
+    "double_blocks.*.txt_mlp.0": (f"{_DOUBLE}.ff_context.linear_in",),
+    "double_blocks.*.txt_mlp.2": (f"{_DOUBLE}.ff_context.linear_out",),
+    "single_blocks.*.linear1": (f"{_SINGLE}.attn.to_qkv_mlp_proj",),
+    "single_blocks.*.linear2": (f"{_SINGLE}.attn.to_out",),
+    **{
+        f"{name}.lin": (f"{name}.linear",)
+        for name in ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
+    },
+    "img_in": ("x_embedder",),
+    "txt_in": ("context_embedder",),
+    **{
+        f"{theirs}_in.{layer}": (f"time_guidance_embed.{ours}_embedder.{name}",)
+        for theirs, ours in (("time", "timestep"), ("guidance", "guidance"))
+        for layer, name in (("in_layer", "linear_1"), ("out_layer", "linear_2"))
+    },
+    "final_layer.linear": ("proj_out",),
 }
 
 WAN_LAYERS: ComfyuiLayers = {

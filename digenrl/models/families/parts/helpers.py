@@ -152,14 +152,16 @@ def shift_from_tokens(config: Mapping[str, Any], tokens: int, default_max_shift:
     return float(tokens * slope + (base_shift - slope * base_tokens))
 
 
-def stretched_schedule(model: PipelineModel, steps: int, tokens: int, default_max_shift: float) -> Schedule:
-    """Evenly spaced sigmas, shifted by the number of tokens, stretched to the scheduler's terminal value.
+def stretched_schedule(
+    model: PipelineModel, steps: int, tokens: int, default_max_shift: float, sigmas: Sequence[float] | None = None
+) -> Schedule:
+    """Evenly spaced sigmas, or these, shifted by the number of tokens, stretched to the scheduler's last value.
 
     A single step starts from 1, which cannot be stretched: the scheduler would divide 0 by 0.
     """
     scheduler = model.fresh_scheduler(shift_terminal=None) if steps == 1 else model.fresh_scheduler()
     shift = shift_from_tokens(scheduler.config, tokens, default_max_shift)
-    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=shift)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps) if sigmas is None else sigmas, mu=shift)
     return schedule_of(scheduler)
 
 

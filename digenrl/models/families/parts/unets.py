@@ -52,7 +52,7 @@ class UNetModel(PipelineModel):
             raise ConfigError(
                 f"{self.family}: the model predicts '{self._predicts}'; known: {', '.join(PREDICTIONS)}"
             )
-        if "beta_schedule" not in scheduler.config:
+        if not hasattr(scheduler, "alphas_cumprod"):  # `beta_schedule` may be left from another scheduler
             raise ConfigError(
                 f"{self.family}: the pipeline's {type(scheduler).__name__} has no `beta_schedule`; "
                 "models with other noise levels, such as those of EDM, are not supported"

@@ -79,7 +79,7 @@ def resume_run(
         if as_json:
             print(line, file=sys.stderr)
         else:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, highlight=False, soft_wrap=True)
 
     recipe = read_recipe(str(folder.config), overrides)
     _check_prompts_exist(recipe)

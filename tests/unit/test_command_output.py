@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+
+from digenrl.commands.support.output import print_written
 
 PRINTS = """
 import sys
@@ -41,3 +46,9 @@ def test_what_the_encoding_of_the_output_lacks_is_escaped() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout == "r\\xf6t\n"
+
+
+def test_brackets_in_a_path_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path("runs", "[red]cats", "[/x] :cat:")
+    print_written(path)
+    assert capsys.readouterr().out == f"wrote {path}\n"

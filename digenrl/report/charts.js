@@ -117,7 +117,10 @@ function axes(state) {
   group.append(makeSvg("line", { class: "foot", x1: scales.left, x2: width - MARGIN.right, y1: foot, y2: foot }));
   const ticksX = Math.max(1, roundStep(scales.last - scales.first, Math.max(2, Math.floor(width / 80))));
   for (let step = Math.ceil(scales.first / ticksX) * ticksX; step <= scales.last; step += ticksX) {
-    group.append(makeSvg("text", { x: scales.x(step), y: foot + 16, "text-anchor": "middle" }, String(step)));
+    const words = String(step);
+    // The label of the last step must not be cut off: 10000 would read 1000.
+    const x = Math.min(scales.x(step), width - (words.length * TICK.letter) / 2);
+    group.append(makeSvg("text", { x, y: foot + 16, "text-anchor": "middle" }, words));
   }
   return group;
 }

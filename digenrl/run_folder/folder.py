@@ -102,7 +102,8 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """Reads an existing run; raises ConfigError if the folder is not a run, or is of another format."""
         if not path.is_dir():
-            raise ConfigError(f"{path}: no such folder; name a run's folder, as runs/demo-1")
+            problem = "is a file" if path.exists() else "no such folder"
+            raise ConfigError(f"{path}: {problem}; name a run's folder, as runs/demo-1")
         files = (path / "run.json", path / "config.yaml")
         missing = [file.name for file in files if not file.is_file()]
         if missing:

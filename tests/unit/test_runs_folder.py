@@ -66,6 +66,8 @@ def test_a_run_is_created_only_in_an_empty_folder(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_a_run_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         RunFolder.open(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="is a file"):
+        RunFolder.open(Path(__file__))
     with pytest.raises(ConfigError, match=r"not a run.*run.json and config.yaml missing"):
         RunFolder.open(tmp_path)
 

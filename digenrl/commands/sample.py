@@ -143,7 +143,9 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
 
 def print_samples(samples: WrittenSamples) -> None:
     """Prints where the samples are, and how to load the newest weights with diffusers."""
-    out.print(f"{samples.checkpoint} ({samples.weights}): {len(samples.pictures)} samples", highlight=False)
+    count = len(samples.pictures)
+    samples_made = "1 sample" if count == 1 else f"{count} samples"
+    out.print(f"{samples.checkpoint} ({samples.weights}): {samples_made}", highlight=False)
     if not samples.as_evaluated:
         out.print("These are the exported weights; evaluations use those that generate.", style="dim")
     print_written(samples.grid)

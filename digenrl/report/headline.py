@@ -76,7 +76,7 @@ def reward_change(steps: tuple[StepRecord, ...]) -> Change | None:
 
 
 def held_out_changes(run: RunRecord) -> dict[str, Change]:
-    """The held-out reward and its sub-parts (`ocr.exact`), in the first and last comparable evaluation; at most 3."""
+    """The held-out reward and its sub-parts (`ocr.exact`), in the first and last comparable evaluation."""
     alike = run.comparable_evaluations
     if len(alike) < 2:
         return {}

@@ -191,7 +191,7 @@ def profile_command(
         return
     out.print(profile_table(profile))
     for remark in profile.remarks:
-        out.print(f"not measured: {remark}", style="dim", markup=False, highlight=False)
+        out.print(f"not measured: {remark}", style="dim", highlight=False)
     out.print(f"wrote {out_file}  (use it with: digenrl simulate --profile {out_file})", soft_wrap=True)
 
 

@@ -69,10 +69,10 @@ def _show(campaign: Campaign, result: CampaignResult) -> None:
         highlight=False,
     )
     for failure in result.failures[:FAILURES_SHOWN]:
-        out.print(f"\nseed {failure.seed}: {failure.error}", style="red", markup=False, highlight=False)
+        out.print(f"\nseed {failure.seed}: {failure.error}", style="red", highlight=False)
         for fault in failure.faults or ("no fault is needed",):
-            out.print(f"  {fault}", markup=False, highlight=False)
-        out.print(f"replay it with: {failure.command}", markup=False, highlight=False, soft_wrap=True)
+            out.print(f"  {fault}", highlight=False)
+        out.print(f"replay it with: {failure.command}", highlight=False, soft_wrap=True)
     more = result.failures[FAILURES_SHOWN:]
     if more:
         seeds = " ".join(str(failure.seed) for failure in more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,7 @@ from digenrl.models.family import Family
 from digenrl.models.loading.sources import ModelSource, fetch_index, local_files, open_pipeline, remote_files
 from digenrl.models.loading.weight_files import components, folder_listing, pipeline_files, read_header
 from digenrl.models.registry import FAMILIES, find_family
-from digenrl.telemetry.writing import check_writable
+from digenrl.telemetry.writing import check_writable, write_atomically
 from digenrl.worker.blueprint import (
     Blueprint,
     check_hub_model,
@@ -152,7 +153,7 @@ def check_model(where: str, overrides: Sequence[str], request: CheckRequest, rep
     """
     if not request.probe.strip():
         raise ConfigError("--probe: an empty text; describe a sample")
-    check_writable(request.picture)
+    _check_picture(request.picture)
     this_device(request.device)
     report(0, STAGES, "reading the description")
     target = _read_target(where, overrides)
@@ -204,6 +205,11 @@ def _rows(check: ModelCheck, request: CheckRequest) -> Iterator[tuple[str, str]]
     yield check.device.torch_name, f"{_size(check.device.bytes)}, {'fits' if check.fits else 'does not fit'}"
     if check.skipped is not None:
         yield "not loaded", check.skipped
+
+
+def _check_picture(path: Path) -> None:
+    if check_writable(path).suffix.lower() != ".png":
+        raise ConfigError(f"--out: {path}: the picture is written as PNG; name a file that ends in .png")
 
 
 def _read_target(where: str, overrides: Sequence[str]) -> _Target:
@@ -290,7 +296,9 @@ def _sample(blueprint: Blueprint, device: Device, request: CheckRequest, report:
             f"{blueprint.recipe.model.source}: the sample has values that are not finite; its weights are "
             f"damaged, or {blueprint.recipe.model.dtype} is too coarse for them (model.dtype)"
         )
-    as_image(comparison.pixels_FCHW).save(request.picture)
+    picture = io.BytesIO()
+    as_image(comparison.pixels_FCHW).save(picture, format="PNG")
+    write_atomically(request.picture, picture.getvalue())
     report(STAGES, STAGES, "")
     return Sampled(tokenized, comparison.max_difference, request.picture)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from digenrl.commands.support.checkpoints import find_checkpoint
 from digenrl.commands.support.diffusers_snippet import lora_loading
 from digenrl.commands.support.output import out, print_written
-from digenrl.commands.support.output_folders import new_folder
+from digenrl.commands.support.output_folders import new_folder, written_files
 from digenrl.config.reading import ConfigError, nearest, one_line
 from digenrl.models.adapters.lora_files import Adapters, write_comfyui, write_diffusers, write_peft
 from digenrl.models.contract import DiffusionModel
@@ -20,7 +20,6 @@ from digenrl.models.experts import HIGH_NOISE, LOW_NOISE, parts_of
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.run_folder.folder import RunFolder
-from digenrl.training.checkpoint.atomic_folders import written_atomically
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.checkpoint.export import export_merged, export_transformer, weights_to_export
 from digenrl.training.trainer_state import TrainerState
@@ -89,11 +88,8 @@ def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -
     state = read_checkpoint(path).trainer_state
     request = _Request(folder, read_blueprint(folder.recipe.from_checkpoint()), weights_to_export(state))
     with new_folder(given, folder.path / "exported", form) as target:
-        try:
-            with written_atomically(target) as partial:
-                _WRITE[form](request, partial)
-        except OSError as error:
-            raise ConfigError(f"{target}: cannot be written: {error.strerror or error}") from None
+        with written_files(target) as partial:
+            _WRITE[form](request, partial)
         files = sorted(str(file.relative_to(target)) for file in target.rglob("*") if file.is_file())
     return WrittenExport(
         format=form,
@@ -122,9 +118,9 @@ def print_export(exported: WrittenExport) -> None:
     out.print(f"{exported.checkpoint} ({exported.weights}) for {exported.format}", highlight=False)
     print_written(Path(exported.folder))
     if exported.remark:
-        out.print(exported.remark, markup=False, highlight=False, soft_wrap=True)
+        out.print(exported.remark, highlight=False, soft_wrap=True)
     for line in exported.loading:
-        out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"  {line}", highlight=False, soft_wrap=True)
 
 
 def _known_format(to: str) -> ExportFormat:

@@ -137,7 +137,7 @@ def summary_table(summary: RunSummary) -> Table:
     table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 1))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(no_wrap=True)
-    table.add_column(style="dim")
+    table.add_column(style="dim", overflow="fold")
     table.add_row("steps", f"{summary.steps_done} of {summary.steps_planned}", summary.status.value)
     if summary.reward is not None:
         over = summary.reward_averaged_over

@@ -21,7 +21,7 @@ from torch import Tensor
 from digenrl.commands.support.checkpoints import UNTRAINED, find_checkpoint
 from digenrl.commands.support.diffusers_snippet import diffusers_snippet
 from digenrl.commands.support.output import out, print_written
-from digenrl.commands.support.output_folders import new_folder
+from digenrl.commands.support.output_folders import new_folder, written_files
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipes.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.recipes.recipe import EvaluationSettings, Recipe
@@ -33,7 +33,6 @@ from digenrl.prompts.source_images import check_images, image_bytes
 from digenrl.prompts.sources import ImageSource, Prompt, read_prompts
 from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.grids import columns_for, side_by_side
-from digenrl.training.checkpoint.atomic_folders import written_atomically
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 from digenrl.training.checkpoint.export import weights_to_export
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
@@ -134,7 +133,7 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
             pictures=_sample_entries(wanted.prompts[: wanted.count], videos=blueprint.held_out_size.frames > 1),
             loading=diffusers_snippet(folder, blueprint.family),
         )
-        with written_atomically(target) as partial:
+        with written_files(target) as partial:
             images = _generate(blueprint, model, rows, wanted.count, partial, report)
             side_by_side(images, columns_for(len(images))).save(partial / samples.grid.name)
             _write_description(partial, samples)
@@ -143,14 +142,16 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
 
 def print_samples(samples: WrittenSamples) -> None:
     """Prints where the samples are, and how to load the newest weights with diffusers."""
-    out.print(f"{samples.checkpoint} ({samples.weights}): {len(samples.pictures)} samples", highlight=False)
+    count = len(samples.pictures)
+    samples_made = "1 sample" if count == 1 else f"{count} samples"
+    out.print(f"{samples.checkpoint} ({samples.weights}): {samples_made}", highlight=False)
     if not samples.as_evaluated:
         out.print("These are the exported weights; evaluations use those that generate.", style="dim")
     print_written(samples.grid)
     if samples.loading:
         out.print("To load the newest weights with diffusers:")
         for line in samples.loading:
-            out.print(f"  {line}", markup=False, highlight=False, soft_wrap=True)
+            out.print(f"  {line}", highlight=False, soft_wrap=True)
 
 
 # --- The request ----------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from pathlib import Path
 from rich.console import Console
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipes.files import fingerprint, read_recipe
+from digenrl.config.recipes.files import fingerprint, read_recipe, shipped_recipes
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.console.live_view import Clocks, RunTitle, RunView, choose_view
 from digenrl.driver.supervisor import TrainerLostError, WorkerFailedError
 from digenrl.loop import RunGaveUpError
 from digenrl.report.page import write_report
-from digenrl.run_folder.folder import RunFolder, Status, numbered_path
+from digenrl.run_folder.folder import RunFolder, Status, check_empty, is_run, numbered_path
 from digenrl.run_folder.metric_lines import read_evaluations, read_steps
 from digenrl.run_folder.reading import read_run
 from digenrl.runs.checkpointer import RunPosition
@@ -37,7 +37,11 @@ REQUIRED = ("diffusers", "numpy", "peft", "PIL", "safetensors", "torch", "transf
 def start_run(where: str, overrides: Sequence[str], out: Path | None, console: Console, as_json: bool) -> Status:
     """Starts a new run. Nothing is written before everything is checked."""
     check_installed()
+    if where not in shipped_recipes() and is_run(Path(where)):
+        raise ConfigError(f"{where}: is a run's folder; to continue it: {_resume_command(Path(where))}")
     recipe = read_recipe(where, overrides)
+    if out is not None and out.is_dir():
+        check_empty(out)  # checking the recipe takes longer
     backend = check_recipe(recipe)
     with closing(backend):
         existing = [path for path in (RUNS, out) if path is not None and path.exists()]
@@ -79,7 +83,7 @@ def resume_run(
         if as_json:
             print(line, file=sys.stderr)
         else:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            console.print(line, highlight=False, soft_wrap=True)
 
     recipe = read_recipe(str(folder.config), overrides)
     _check_prompts_exist(recipe)
@@ -175,7 +179,7 @@ def _train_and_report(
     report = write_report(read_run(folder.path))
     if not as_json:
         if status is Status.INTERRUPTED:
-            console.print(f"interrupted; resume with: {_resume_command(folder)}", soft_wrap=True)
+            console.print(f"interrupted; resume with: {_resume_command(folder.path)}", soft_wrap=True)
         console.print(f"report: {report}", soft_wrap=True)
     return status
 
@@ -214,8 +218,8 @@ def _how_to_resume(folder: RunFolder) -> str:
         return f"\n{error}"
     if resume_point is None:
         return ""
-    return f"\n{resume_point.checkpoint} is complete; resume with: {_resume_command(folder)}"
+    return f"\n{resume_point.checkpoint} is complete; resume with: {_resume_command(folder.path)}"
 
 
-def _resume_command(folder: RunFolder) -> str:
-    return shlex.join(("digenrl", "train", "--resume", str(folder.path)))
+def _resume_command(folder: Path) -> str:
+    return shlex.join(("digenrl", "train", "--resume", str(folder)))

@@ -32,7 +32,7 @@ function chartFigure(chart, height) {
 function chartKey(chart) {
   const key = make("div", { class: "key" });
   chart.series.forEach((series, place) => {
-    const line = makeSvg("line", { x1: 0, x2: 26, y1: 5, y2: 5, class: `curve series-${place}` });
+    const line = makeSvg("line", { x1: 0, x2: 26, y1: 5, y2: 5, class: `curve series-${place % 4}` });
     const words = series.spread ? `${series.name}, band: one standard deviation` : series.name;
     key.append(make("span", {}, makeSvg("svg", { "aria-hidden": "true", viewBox: "0 0 26 10" }, line), words));
   });
@@ -117,7 +117,10 @@ function axes(state) {
   group.append(makeSvg("line", { class: "foot", x1: scales.left, x2: width - MARGIN.right, y1: foot, y2: foot }));
   const ticksX = Math.max(1, roundStep(scales.last - scales.first, Math.max(2, Math.floor(width / 80))));
   for (let step = Math.ceil(scales.first / ticksX) * ticksX; step <= scales.last; step += ticksX) {
-    group.append(makeSvg("text", { x: scales.x(step), y: foot + 16, "text-anchor": "middle" }, String(step)));
+    const words = String(step);
+    // The label of the last step must not be cut off: 10000 would read 1000.
+    const x = Math.min(scales.x(step), width - (words.length * TICK.letter) / 2);
+    group.append(makeSvg("text", { x, y: foot + 16, "text-anchor": "middle" }, words));
   }
   return group;
 }
@@ -201,7 +204,8 @@ function readOne(state, step) {
   const place = state.place ?? last;
   const whole = chart.series.every((series) => series.y.every(Number.isInteger));
   const write = (value) => (whole ? number(value) : reading(value, 4));
-  const words = chart.series.map((series) => {
+  const known = chart.series.filter((series) => series.y[place] !== null);
+  const words = (known.length ? known : chart.series).map((series) => {
     const spread = series.spread?.[place];
     const name = chart.series.length > 1 ? `${series.name} ` : "";
     const value = chart.unit === "share" ? percent(series.y[place], 1) : write(series.y[place]);

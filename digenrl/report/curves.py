@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 from digenrl.report.headline import reward_names
@@ -87,7 +88,10 @@ def part_charts(run: RunRecord) -> tuple[Chart, ...]:
 
 
 def held_out_charts(run: RunRecord) -> tuple[Chart, ...]:
-    """One chart per held-out metric; x is the number of optimizer steps done."""
+    """One chart per held-out metric; x is the number of optimizer steps done.
+
+    Values before and after a change of the settings of evaluations are not comparable: each has its own curve.
+    """
     x = tuple(evaluation.steps_done for evaluation in run.evaluations)
     charts = []
     for name in _names(run.evaluations):
@@ -95,8 +99,20 @@ def held_out_charts(run: RunRecord) -> tuple[Chart, ...]:
             title = f"Held-out {name.removeprefix(_PART)}"
             if name == "reward_mean":
                 title = _title("Held-out reward", reward_names(run.recipe)["held_out"])
-            charts.append(Chart(title, x, (Series(title, _column(run.evaluations, name)),)))
+            charts.append(Chart(title, x, _series_by_settings(title, run.evaluations, name)))
     return tuple(charts)
+
+
+def _series_by_settings(title: str, rows: Sequence[EvaluationRecord], name: str) -> tuple[Series, ...]:
+    column = _column(rows, name)
+    starts = [at for at, row in enumerate(rows) if at == 0 or row.settings != rows[at - 1].settings]
+    if len(starts) == 1:
+        return (Series(title, column),)
+    all_series = []
+    for start, end in pairwise([*starts, len(rows)]):
+        alone = (None,) * start + column[start:end] + (None,) * (len(rows) - end)
+        all_series.append(Series(f"settings from step {rows[start].steps_done}", alone))
+    return tuple(series for series in all_series if _any(series.y))
 
 
 def health_charts(run: RunRecord) -> tuple[Chart, ...]:

@@ -7,8 +7,9 @@ function showGrids(grids) {
   byId("samples").hidden = false;
   const before = byId("grid-before");
   const after = byId("grid-after");
+  if (grids.others) byId("samples-lead").append(` ${grids.others} with other settings ${grids.others === 1 ? "is" : "are"} not shown.`);
   if (grids.sources) showSources(grids.sources, shown[0]);
-  before.append(make("div", { class: "grid-head" }, make("h3", {}, gridTitle(shown[0], "Before"))));
+  before.append(make("div", { class: "grid-head" }, make("h3", {}, gridTitle(shown[0], shown[0].step ? "First" : "Before"))));
   before.append(cellsOf(shown[0]));
   if (shown.length === 1) return;
 

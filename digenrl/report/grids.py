@@ -17,17 +17,19 @@ _MOST_BYTES = 24_000_000
 
 
 def grids(run: RunRecord) -> dict[str, Any]:
-    """The grids of the first, the last, and evenly spaced evaluations between them.
+    """The grids of the first, the last, and evenly spaced evaluations between them, all with the same settings.
 
-    `written` counts all grids: where it exceeds the number shown, the page says so. `sources` is the grid of
-    source images, in runs that edit images.
+    `written` counts all such grids: where it exceeds the number shown, the page says so. `others` counts the
+    evaluations with other settings. `sources` is the grid of source images, in runs that edit images.
     """
-    with_grid = [(each, run.grids[each.steps_done]) for each in run.evaluations if each.steps_done in run.grids]
+    alike = run.comparable_evaluations
+    with_grid = [(each, run.grids[each.steps_done]) for each in alike if each.steps_done in run.grids]
     sizes = [sum(file.stat().st_size for file in (grid.image, *_clips(grid))) for _, grid in with_grid]
     chosen = choose_evenly(sizes, _MOST_GRIDS, _MOST_BYTES)
     sources = run.folder.source_grid
     return {
         "written": len(with_grid),
+        "others": len(run.evaluations) - len(alike),
         "shown": [_entry(*with_grid[number]) for number in chosen],
         "sources": _data_url(sources, "image/png") if sources.is_file() else None,
     }

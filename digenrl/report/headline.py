@@ -76,11 +76,8 @@ def reward_change(steps: tuple[StepRecord, ...]) -> Change | None:
 
 
 def held_out_changes(run: RunRecord) -> dict[str, Change]:
-    """The held-out reward and its sub-parts (`ocr.exact`) in the last evaluation and the first like it.
-
-    At most three. A resumed run may have changed how it evaluates.
-    """
-    alike = [each for each in run.evaluations if each.settings == run.evaluations[-1].settings]
+    """The held-out reward and its sub-parts (`ocr.exact`), in the first and last comparable evaluation."""
+    alike = run.comparable_evaluations
     if len(alike) < 2:
         return {}
     first, last = alike[0].values, alike[-1].values

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
@@ -25,6 +25,7 @@ from digenrl.training.checkpoint.format import step_folder
 
 FORMAT: Final = 2  # of all files in the folder; raise it when an older version's files can no longer be read
 _LOCK_NAME = ".lock"
+_RUN_NAME = "run.json"
 
 
 class Status(StrEnum):
@@ -69,7 +70,7 @@ class RunFolder:
         self.recipe = recipe
         self.info = info
         self.config = path / "config.yaml"  # the resolved recipe
-        self.run = path / "run.json"
+        self.run = path / _RUN_NAME
         self.journal = path / "journal.jsonl"  # one line per decision
         self.spans = path / "spans.jsonl"  # one line per span of the trace
         self.metrics = path / "metrics.jsonl"  # one line per optimizer step
@@ -87,10 +88,10 @@ class RunFolder:
     def create(cls, path: Path, recipe: Recipe, started: datetime) -> RunFolder:
         """Writes the first files of a run into a new or empty folder; any other folder is an error."""
         _make_folder(path)
-        _check_empty(path)
+        check_empty(path)
         # Two processes may have seen the same empty folder: the one that locks it first owns it.
         with _lock(path):
-            _check_empty(path)
+            check_empty(path)
             folder = cls(path, recipe, RunInfo(name=recipe.name, started=started))
             for inside in (folder.samples, folder.checkpoints):
                 inside.mkdir()
@@ -102,8 +103,9 @@ class RunFolder:
     def open(cls, path: Path) -> RunFolder:
         """Reads an existing run; raises ConfigError if the folder is not a run, or is of another format."""
         if not path.is_dir():
-            raise ConfigError(f"{path}: no such folder; name a run's folder, as runs/demo-1")
-        files = (path / "run.json", path / "config.yaml")
+            problem = "is a file" if path.exists() else "no such folder"
+            raise ConfigError(f"{path}: {problem}; name a run's folder, as runs/demo-1")
+        files = (path / _RUN_NAME, path / "config.yaml")
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ConfigError(f"{path}: not a run's folder: {' and '.join(missing)} missing")
@@ -258,9 +260,17 @@ def _make_folder(path: Path) -> None:
         raise ConfigError(f"{path}: cannot be created: {error.strerror or error}") from None
 
 
-def _check_empty(path: Path) -> None:
+def is_run(path: Path) -> bool:
+    """Whether this is a folder that holds a run; anything else, such as a name that is too long, is not."""
+    with suppress(OSError):
+        return (path / _RUN_NAME).is_file()
+    return False
+
+
+def check_empty(path: Path) -> None:
+    """Raises ConfigError if a folder holds a run or anything else."""
     inside = sorted(entry.name for entry in path.iterdir() if entry.name != _LOCK_NAME)
-    if "run.json" in inside:
+    if _RUN_NAME in inside:
         raise ConfigError(f"{path}: already contains a run; resume it, or name a new folder with --out")
     if inside:
         raise ConfigError(f"{path}: is not empty, it has {inside[0]}; name a new folder with --out")

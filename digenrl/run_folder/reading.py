@@ -35,6 +35,11 @@ class RunRecord:
         """The recipe in config.yaml."""
         return self.folder.recipe
 
+    @property
+    def comparable_evaluations(self) -> tuple[EvaluationRecord, ...]:
+        """The evaluations with the settings of the last one: a resumed run may have changed how it evaluates."""
+        return tuple(each for each in self.evaluations if each.settings == self.evaluations[-1].settings)
+
 
 def read_run(path: Path) -> RunRecord:
     """Reads a run's folder; raises ConfigError if it is not one, or is damaged."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,8 @@ def check_writable(path: Path) -> Path:
         raise ConfigError(f"{path}: is a folder; name a file in it")
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: no such folder: {path.parent}; create it first")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{path}: cannot be written: {path.parent} is read-only; name a file in another folder")
     return path
 
 
@@ -34,17 +37,22 @@ def check_new_yaml(path: Path, force: bool, option: str = "--out") -> None:
     check_new_file(path, force, option)
 
 
-def write_atomically(path: Path, text: str) -> None:
+def writing_error(path: Path, error: OSError) -> Exception:
+    """The error to raise where `path` could not be written. A full disk is not a user's mistake."""
+    if error.errno in NO_SPACE:
+        return OSError(error.errno, os.strerror(error.errno), str(path))
+    return ConfigError(f"{path}: cannot be written: {error.strerror or error}")
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes a temporary file and renames it, so that readers never see a partial file."""
     check_writable(path)
     partial = path.with_name(f"{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
         partial.replace(path)
     except OSError as error:
-        if error.errno in NO_SPACE:
-            raise  # not a user's mistake
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise writing_error(path, error) from None
     finally:
         with suppress(OSError):  # it does not exist, or cannot be removed either
             partial.unlink()

@@ -156,6 +156,7 @@ def test_sources_that_cannot_be_used_are_one_line(folders: Path, tmp_path: Path)
     assert "no such directory" in refusal("./nowhere")
     assert "did you mean 'sd3_flow_grpo'" in refusal("sd3_flow_grp")
     assert "owner/name" in refusal("https://huggingface.co/me/sd3")
+    assert "ends in .png" in refusal(str(folders / "sd3"), "--out", "picture")
     assert "--probe" in str(CliRunner().invoke(app, ["check", "demo", "--probe", " "]).exception)
 
 

@@ -15,6 +15,7 @@ from handmade_traces import both_trace
 from typer.testing import CliRunner
 
 from digenrl.cli import app
+from digenrl.commands.support import output
 from digenrl.config.reading import ConfigError
 from digenrl.run_folder.folder import FORMAT, RunFolder
 from digenrl.telemetry.trace import LaneInfo, Trace
@@ -56,6 +57,12 @@ def test_the_table_summarises_the_run(tmp_path: Path) -> None:
     assert "0.0000 -> 0.7500  reward/ocr.exact" in printed
     assert row(printed, "samples/s")[0] == "0.4"
     assert row(printed, "step") == ["10", "s", "predicted", "11", "s,", "off", "by", "10", "%"]
+
+
+def test_a_narrow_terminal_cuts_no_name_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output.out, "width", 38)
+    printed = report(write_run(tmp_path / "run"))
+    assert "reward/ocr.exact" in "".join(printed.split())
 
 
 def test_json_has_the_same_numbers(tmp_path: Path) -> None:

@@ -179,10 +179,14 @@ def test_long_tick_labels_fit(page: Page, tmp_path: Path) -> None:
             "ratio_max": ratio,
             "ratio_mean": 1,
         }
-    page.open(write_report(write_run(tmp_path / "run", metrics=rows)))
+    evaluations = [{**row, "step": 5_000 * row["step"]} for row in evaluation_rows()]
+    page.open(write_report(write_run(tmp_path / "run", metrics=rows, evaluations=evaluations)))
     ticks = "[...document.querySelectorAll('.chart .axis text')]"
     assert "−216.620" in page.evaluate(f"{ticks}.map((each) => each.textContent)")
     assert page.evaluate(f"Math.min(...{ticks}.map((each) => each.getBBox().x))") >= 0
+    over = "each.getBBox().x + each.getBBox().width - each.ownerSVGElement.clientWidth"
+    assert "10000" in page.evaluate(f"{ticks}.map((each) => each.textContent)")
+    assert page.evaluate(f"Math.max(...{ticks}.map((each) => {over}))") <= 0
 
 
 def test_work_is_painted_where_it_happened(page: Page, report: Path) -> None:

@@ -165,7 +165,7 @@ def test_without_out_each_call_creates_a_new_folder_in_the_run(run: Path) -> Non
     taken = run / "sampled" / "step_000002-1"
     taken.mkdir(parents=True)
     printed = sample(run, "--count", 1)
-    assert "step_000002 (trained): 1 samples" in printed
+    assert "step_000002 (trained): 1 sample\n" in printed
     assert (run / "sampled" / "step_000002-2" / "0000.png").is_file()
     assert not any(taken.iterdir())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import sys
@@ -20,7 +21,7 @@ from digenrl.config.recipes.files import read_recipe, write_recipe
 from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.config.spec import read_spec
 from digenrl.prompts.sources import read_prompts
-from digenrl.telemetry.writing import write_atomically
+from digenrl.telemetry.writing import check_writable, write_atomically
 
 NAMED: list[str] = [
     "training.betas=[2,3]",
@@ -148,6 +149,12 @@ def test_a_file_that_cannot_be_written_is_an_error_in_one_line(tmp_path: Path) -
         write_atomically(tmp_path / "report.html", "text")
 
 
+def test_a_read_only_folder_is_noticed_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    with pytest.raises(ConfigError, match="read-only"):
+        check_writable(tmp_path / "profile.yaml")
+
+
 def test_a_full_disk_is_not_a_users_mistake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -163,4 +170,4 @@ def test_a_full_disk_is_not_a_users_mistake(
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert left.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "cannot be written" in line
+    assert f"{command[-1]}: cannot be written" in line

@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from digenrl.cli import app
+from digenrl.commands.support.output import print_written
 from digenrl.config.reading import ConfigError
 from digenrl.config.spec import Spec
 from digenrl.simulation import ladder
@@ -91,3 +92,9 @@ def test_a_name_in_brackets_is_printed(tmp_path: Path) -> None:
     spec = Path("docs/specs/gap.yaml").read_text(encoding="utf-8")
     (tmp_path / "spec.yaml").write_text(spec.replace("name: gen", "name: '[lab]'"), encoding="utf-8")
     assert "4 [lab]: 4 prompts" in CliRunner().invoke(app, ["simulate", str(tmp_path / "spec.yaml")]).stdout
+
+
+def test_brackets_in_a_path_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path("runs", "[red]cats", "[/x] :cat:")
+    print_written(path)
+    assert capsys.readouterr().out == f"wrote {path}\n"

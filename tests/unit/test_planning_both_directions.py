@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from digenrl.config.plan_files import PlanFile, overrides_of
 from digenrl.config.reading import parse_model
 from digenrl.config.recipes.files import read_recipe
 from digenrl.config.spec import Spec
-from digenrl.planning.both_directions import MOST_CARDS, SLICE_SIZES, best_shared_plan
+from digenrl.planning.both_directions import MOST_CARDS, SLICE_SIZES, SharedResult, best_shared_plan
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.colocated import colocated_plan
 from digenrl.planning.costs import commit_seconds, reduce_seconds, switch_seconds, unit_seconds
@@ -24,6 +25,7 @@ from digenrl.planning.facts.recipe_workload import options_for
 from digenrl.planning.facts.workload import Workload, workload_for
 from digenrl.planning.memory import GIB, generator_memory, shared_card_memory, trainer_memory
 from digenrl.planning.planner import plan
+from digenrl.planning.results.plan_kinds import compared
 from digenrl.planning.results.plan_overlay import overlay, overlay_text
 from digenrl.planning.results.plan_tables import result_as_dict, spec_as_dict
 from digenrl.planning.results.plans import PlanResult
@@ -67,6 +69,14 @@ def test_on_equal_cards_that_no_split_keeps_busy_both_directions_wins(equal_card
     ahead = best.samples_per_second / split.samples_per_second - 1
     assert equal_cards.comparison.startswith(f"Both directions wins: {ahead:.1%} faster than the best split")
     assert split.layout.split in equal_cards.comparison and "busy" in equal_cards.comparison
+
+
+def test_a_split_that_keeps_all_cards_busy_is_not_said_to_leave_them_idle(equal_cards: PlanResult):
+    best, split, *_ = equal_cards.plans
+    best = replace(best, efficiency=0.999)
+    split = replace(split, makespan_s=1.002 * best.makespan_s, samples_per_second=best.samples_per_second / 1.002)
+    words = compared(split, SharedResult(best, "", {}, 1, 1), None, "throughput")
+    assert words.startswith("Both directions wins") and "no split" not in words
 
 
 def test_the_prediction_is_that_of_the_simulated_spec(equal_cards: PlanResult):

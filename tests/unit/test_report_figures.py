@@ -175,8 +175,10 @@ def test_evaluations_with_other_settings_are_not_compared(tmp_path: Path) -> Non
     rows = evaluation_rows()
     changed = [rows[0], *({**rows[1], "step": step, "settings": "new"} for step in (1, 2))]
     changed[-1]["reward_mean"] = 0.9
-    shown = headline_of(read_run(write_run(tmp_path / "run", evaluations=changed)))
-    assert shown["held_out"]["reward_mean"] == {"before": 0.8, "after": 0.9}
+    run = read_run(write_run(tmp_path / "run", evaluations=changed))
+    assert headline_of(run)["held_out"]["reward_mean"] == {"before": 0.8, "after": 0.9}
+    assert [each.y for each in curves.held_out_charts(run)[0].series] == [(0.2, None, None), (None, 0.8, 0.9)]
+    assert [each["step"] for each in grids(run)["shown"]] == [1, 2] and grids(run)["others"] == 1
     alone = headline_of(read_run(write_run(tmp_path / "other", evaluations=changed[:2])))
     assert alone["held_out"] == {}
 

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 from handmade_runs import recipe
+from rich.console import Console
 
+from digenrl.commands.train import start_run
 from digenrl.config.reading import ConfigError
 from digenrl.run_folder.folder import FORMAT, LaneEntry, RunFolder, RunLines, Status, numbered_path
 from digenrl.run_folder.lines import read_lines
@@ -66,8 +68,21 @@ def test_a_run_is_created_only_in_an_empty_folder(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_a_run_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such folder"):
         RunFolder.open(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="is a file"):
+        RunFolder.open(Path(__file__))
     with pytest.raises(ConfigError, match=r"not a run.*run.json and config.yaml missing"):
         RunFolder.open(tmp_path)
+
+
+def test_a_run_in_place_of_a_recipe_or_a_new_folder_is_refused_before_the_recipe_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(_create(tmp_path / "demo").path)
+    monkeypatch.setattr("digenrl.commands.train.check_recipe", None)
+    with pytest.raises(ConfigError, match="train --resume"):
+        start_run(folder, [], None, Console(), as_json=False)
+    with pytest.raises(ConfigError, match="already contains a run"):
+        start_run("demo", [], Path(folder), Console(), as_json=False)
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "run.json"])

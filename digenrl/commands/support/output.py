@@ -13,7 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 class LastingConsole(Console):
-    """A console whose reader may leave: a run that is stopped together with `| tee` must still be saved."""
+    """A console whose reader may leave: a run that is stopped together with `| tee` must still be saved.
+
+    It prints text as it is: a path or an error may contain what rich reads as markup or as the name of an emoji.
+    """
+
+    def __init__(self, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False)
 
     def on_broken_pipe(self) -> None:
         """Prints nothing from now on, instead of ending the program."""

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from digenrl.config.reading import ConfigError
 from digenrl.run_folder.folder import numbered_path
+from digenrl.telemetry.writing import writing_error
+from digenrl.training.checkpoint.atomic_folders import written_atomically
+from digenrl.worker.clips import ClipError
 
 
 @contextmanager
@@ -27,3 +30,15 @@ def new_folder(given: Path | None, parent: Path, name: str) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # not empty
             folder.rmdir()
+
+
+@contextmanager
+def written_files(folder: Path) -> Iterator[Path]:
+    """As `written_atomically`, with an error in one line if the files cannot be written."""
+    try:
+        with written_atomically(folder) as partial:
+            yield partial
+    except OSError as error:
+        raise writing_error(folder, error) from None
+    except ClipError as error:
+        raise ConfigError(f"{folder}: {error}") from None

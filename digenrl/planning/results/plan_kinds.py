@@ -113,11 +113,12 @@ def _main_cause(winner: Plan, loser: Plan) -> Cause:
 def _why_better(winner: Plan, loser: Plan) -> str:
     of_a_step = f"s of a step of {loser.step_s:.1f} s there"
     cause = _main_cause(winner, loser)
-    if winner.kind == "both directions" and loser.kind in SPLIT_KINDS and cause in ("waiting", "gaps"):
-        limit_s = winner.efficiency * winner.makespan_s
+    split_efficiency = winner.efficiency * winner.makespan_s / loser.makespan_s
+    may_be_idle = loser.kind in SPLIT_KINDS and cause in ("waiting", "gaps") and split_efficiency < 1 - NOTICEABLE
+    if winner.kind == "both directions" and may_be_idle:
         return (
             f"no split keeps all cards busy: of what they could do at most, the best split does "
-            f"{limit_s / loser.makespan_s:.0%}, and both directions {winner.efficiency:.0%}"
+            f"{split_efficiency:.0%}, and both directions {winner.efficiency:.0%}"
         )
     slowest = loser.layout.trainer.pool.card.name
     words: dict[Cause, str] = {

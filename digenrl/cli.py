@@ -27,7 +27,7 @@ from digenrl.config.rewards.table import parse_rewards
 from digenrl.config.spec import read_spec
 from digenrl.runs.stopping import RunFailedError
 from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET
-from digenrl.telemetry.writing import NO_SPACE, check_writable, write_atomically
+from digenrl.telemetry.writing import NO_SPACE, check_new_file, write_atomically
 
 app = typer.Typer(
     name="digenrl",
@@ -149,9 +149,9 @@ def probe_command(
 
     Sends 4 to 16 MiB between every two machines, and writes a cluster file for plan, with proposed sites.
     """
-    from digenrl.commands.probe import check_output, probe_cluster, write_proposal
+    from digenrl.commands.probe import probe_cluster, write_proposal
 
-    check_output(out_file, force)
+    check_new_file(out_file, force)
     probed = probe_cluster(address, lambda message: err.print(message, highlight=False))
     write_proposal(probed, out_file)
     out.print(probed.summary(), highlight=False)
@@ -174,8 +174,7 @@ def profile_command(
 
     Writes a profile, which simulate and plan can use.
     """
-    if check_writable(out_file).exists() and not force:
-        raise ConfigError(f"{out_file}: exists; add --force to overwrite it, or choose another file with --out")
+    check_new_file(out_file, force)
     settings = read_recipe(recipe, overrides or [], without_prompts=True)
     with _requires("train"):
         from digenrl.commands.profile import profile_recipe, slice_sizes

@@ -38,7 +38,7 @@ from digenrl.planning.results.plan_tables import (
 )
 from digenrl.planning.results.plans import PlanResult
 from digenrl.planning.sites.trainer_places import places_words
-from digenrl.telemetry.writing import check_writable, write_atomically
+from digenrl.telemetry.writing import check_new_file, write_atomically
 
 DEFAULT_FILE = Path("plan.yaml")
 
@@ -77,8 +77,8 @@ def output_files(request: Recipe | Workload, plan: Path | None, spec: Path | Non
     if files.plan == files.spec:
         raise ConfigError(f"--out and --spec: both are {files.plan}; give different files")
     for option, path in (("--out", files.plan), ("--spec", files.spec)):
-        if path is not None and check_writable(path).exists() and not force:
-            raise ConfigError(f"{path}: exists; add --force to overwrite it, or choose another file with {option}")
+        if path is not None:
+            check_new_file(path, force, option)
     return files
 
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.cluster import ClusterSettings
 from digenrl.planning.sites.proposal import ProbedMachine, proposal_text, proposed_cluster
-from digenrl.telemetry.writing import check_writable, write_atomically
+from digenrl.telemetry.writing import write_atomically
 from digenrl.transports.ray.capacity import NodeResources
 from digenrl.transports.ray.joining import open_cluster
 from digenrl.transports.ray.link_probe import machine_name, measure_links
@@ -31,12 +30,6 @@ class ProbedCluster:
         found = f"{len(names)} sites: {', '.join(names)}" if sites else "one site"
         slowest, fastest = min(self.links.values()), max(self.links.values())
         return f"{len(self.machines)} machines, links of {slowest:.3g} to {fastest:.3g} Gbit/s: {found}."
-
-
-def check_output(path: Path, force: bool) -> None:
-    """Raises ConfigError if the file exists or cannot be written."""
-    if check_writable(path).exists() and not force:
-        raise ConfigError(f"{path}: exists; add --force to overwrite it, or choose another file with --out")
 
 
 def probe_cluster(address: str, notify: Callable[[str], None]) -> ProbedCluster:

@@ -12,7 +12,7 @@ from digenrl.config.reading import ConfigError, nearest, parse_model
 from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.prompt_sets.contract import STANDARD_COUNT, GeneratedPrompt
 from digenrl.prompt_sets.registry import PROMPT_SETS
-from digenrl.telemetry.writing import check_writable, write_atomically
+from digenrl.telemetry.writing import check_new_file, write_atomically
 
 PRINTED = 20  # prompts, if no number is given
 FORMATS: dict[str, Callable[[GeneratedPrompt], str]] = {
@@ -60,5 +60,4 @@ def check_file(path: Path, force: bool) -> None:
     if path.suffix not in FORMATS:
         known = nearest(path.suffix, list(FORMATS))
         raise ConfigError(f"--out: cannot write prompts to a '{path.suffix}' file; {known}")
-    if check_writable(path).exists() and not force:
-        raise ConfigError(f"{path}: exists; add --force to overwrite it, or choose another file with --out")
+    check_new_file(path, force)

@@ -20,6 +20,12 @@ def check_writable(path: Path) -> Path:
     return path
 
 
+def check_new_file(path: Path, force: bool, option: str = "--out") -> None:
+    """Raises ConfigError if a file could not be written, or exists and is not to be overwritten."""
+    if check_writable(path).exists() and not force:
+        raise ConfigError(f"{path}: exists; add --force to overwrite it, or choose another file with {option}")
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Writes a temporary file and renames it, so that readers never see a partial file."""
     check_writable(path)

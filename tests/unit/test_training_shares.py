@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scored_groups import differences, relative_difference, state_of
+from scored_groups import differences, relative_difference, same, state_of
 from shared_training import (
     SETTINGS,
     STEPS,
@@ -106,10 +106,6 @@ def sums_of(trainer):
     share = trainer.take_share()
     trainer.add_share(share)
     return share_as_tensors(share)
-
-
-def same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
 
 
 def test_a_share_survives_the_exchange_in_every_bit():

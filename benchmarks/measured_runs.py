@@ -8,27 +8,26 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: the comparisons
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from digenrl.config.reading import parse_model
 from digenrl.config.recipes.recipe import Recipe
+from digenrl.console.live_view import RunView
 from digenrl.demo import train_prompts
 from digenrl.records import Action, Event
 from digenrl.run_folder.folder import RunFolder
-from digenrl.run_folder.metric_lines import EvaluationRecord, StepRecord
 from digenrl.runs.training import check_recipe, train
 from digenrl.scheduling import SchedulerState
 from digenrl.transports.contract import Backend
 
 
 @dataclass
-class StepLog:
+class StepLog(RunView):
     """A view that prints nothing and records the metrics of every step, with the CPU time at its end.
 
     `cpu_s` is the CPU time of this process, `loop_s` that of the thread that drives the run.
@@ -46,19 +45,6 @@ class StepLog:
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
         self.states[:] = [state]
-
-    def evaluation(self, evaluation: EvaluationRecord) -> None: ...
-    def load_history(self, steps: Iterable[StepRecord], evaluations: Iterable[EvaluationRecord]) -> None: ...
-    def notify(self, message: str) -> None: ...
-    def tick(self) -> None: ...
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -251,7 +251,7 @@ MUTANTS = [
     ),
     Mutant("lost prompt counts as encoded", DISPATCHER, "stores.prompts.forget(row.row)", "pass"),
     Mutant("parked jobs forgotten", DISPATCHER, "for each, _ in parked:", "for each, _ in ():"),
-    Mutant("NaN rewards accepted", DISPATCHER, "with_valid_scores(completed.job, result)", "result"),
+    Mutant("NaN rewards accepted", DISPATCHER, "with_valid_scores(job, result)", "result"),
     Mutant("lost slice stays in the store", DISPATCHER, "if stores.samples.remove_slice(artifact))", "if True)"),
     Mutant("lost lane keeps its worker", "driver.lanes", 'self._workers[lane] = ""', "pass"),
     Mutant(
@@ -277,7 +277,7 @@ MUTANTS = [
     Mutant(
         "outdated export taken",
         OUTPUTS,
-        "if completed.job.version >= versions.newest_version:",
+        "if result.job.version >= versions.newest_version:",
         "if True:",
     ),
     Mutant(

@@ -638,7 +638,6 @@ class GradientsSent(Result):
     """The lane's gradient sums are in the exchange."""
 
     job: SendGradients
-    seconds: float = _data(0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -686,10 +685,9 @@ class Published(Result):
 
 @dataclass(frozen=True, slots=True)
 class RoleSwitched(Result):
-    """The trainer's lanes can do the other kind of work. `seconds` is how long they could do neither."""
+    """The trainer's lanes can do the other kind of work."""
 
     job: SwitchRole
-    seconds: float = _data(0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import fake_recipes
 from PIL import Image
 
-from digenrl.config.reading import parse_model
+from digenrl.chaos.workers import UPDATE
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.calibration import Calibration, initial_scheduler_state, publish_initial_weights
 from digenrl.driver.dispatcher import Dispatcher, RunHooks
@@ -67,37 +68,12 @@ from digenrl.scheduling import SchedulerState
 from digenrl.transports.contract import Gone, InputsLost, Message, Report, RunResources
 from digenrl.worker.assignment import TRAINER, Assignment, Machine, Ready, StartFailed, Workers
 
-UPDATE: dict[str, Any] = {
-    "gradient_norm": 1.0,
-    "ratio_mean": 1.0,
-    "ratio_max": 1.5,
-    "clip_fraction": 0.25,
-    "kl": None,
-    "log_prob_mismatch": 0.0,
-    "memory_retries": None,
-    "zero_spread_groups": 1,
-    "pack_size": 4,
-}
-RECIPE: dict[str, Any] = {
-    "steps": 3,
-    "model": {"family": "sd3", "source": "nowhere"},
-    "prompts": {"path": "prompts.txt"},
-    "rewards": "jpeg_compressibility",
-    "sample": {"height": 16, "width": 16},
-    "batch": {"prompts": 3, "samples_per_prompt": 4, "slice": 2},
-    "algorithm": {"name": "flow_grpo"},
-    "lanes": {"generators": ["cpu", "cpu"]},
-    "checkpoint": {"every": 2},
-}
 STARTING = None  # stands for the job of starting
 
 
 def fake_recipe(**changes: Any) -> Recipe:
-    """RECIPE with some of its keys changed. Mappings are merged."""
-    content = dict(RECIPE)
-    for key, value in changes.items():
-        content[key] = {**content.get(key, {}), **value} if isinstance(value, Mapping) else value
-    return parse_model(Recipe, content)
+    """A recipe that saves every second step, with some of its keys changed."""
+    return fake_recipes.fake_recipe(**changes | {"checkpoint": {"every": 2, **changes.get("checkpoint", {})}})
 
 
 @dataclass
@@ -415,3 +391,12 @@ class FakeRun:
 def is_slice(name: str) -> bool:
     """Whether an artifact belongs to a slice."""
     return name.startswith("slice-")
+
+
+def begun(tmp_path: Path, **changes: Any) -> FakeRun:
+    """A run after its first tick."""
+    run = FakeRun(tmp_path, fake_recipe(**changes), prompts=20)
+    run.prepare()
+    run.driver.begin()
+    assert run.driver.next_event()  # the first tick
+    return run

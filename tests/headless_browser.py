@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -138,11 +137,6 @@ class Page:
         self.send("Input.dispatchKeyEvent", type="keyDown", text=text, **pressed)
         self.send("Input.dispatchKeyEvent", type="keyUp", **pressed)
         self.settle()
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page as a PNG."""
-        shot = self.send("Page.captureScreenshot", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def _next_message(self) -> dict[str, Any]:
         while b"\0" not in self._received:

@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.console import Console
+from torch import Tensor
 
 from digenrl.commands.train import resume_run, start_run
 from digenrl.prompts.sampler import PromptSampler
@@ -27,6 +28,7 @@ from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.journal import read_journal
 from digenrl.run_folder.lines import read_lines
 from digenrl.testing.tiny_models import make_tiny_pipeline
+from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
 TESTS = Path(__file__).parent
 PATIENCE_S = 240.0  # generous, for busy machines
@@ -110,7 +112,7 @@ def wait_for(true: Callable[[], Any], what: str) -> Any:
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     """The current lines of a JSON lines file."""
-    return list(read_lines(path)) if path.exists() else []
+    return list(read_lines(path))
 
 
 def steps_done(run: Path) -> int:
@@ -277,6 +279,11 @@ def trained(folder: RunFolder, step: int) -> dict[str, bytes]:
     files = {path.name: path.read_bytes() for path in folder.checkpoint(step).glob("*.safetensors")}
     assert {"weights.safetensors", "optimizer.safetensors"} <= files.keys()
     return files
+
+
+def weights(folder: RunFolder, step: int) -> Mapping[str, Tensor]:
+    """The trained weights in the checkpoint of a step."""
+    return read_checkpoint(folder.checkpoint(step)).trainer_state.weights
 
 
 def assert_nothing_is_left(run: Path, exchange: Path | None = None) -> None:

@@ -6,7 +6,7 @@ The rollout's policy and the trained one differ by a small perturbation, unless 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from serial_reference import Gradients, SerialReference, batch_advantages
 from source_pictures import encoded
+from torch import Tensor
 from toy_model import TOY_SIZE, ToyModel
 
 from digenrl.algorithms.contract import Algorithm
@@ -174,6 +175,28 @@ def trainer_of(
     return Trainer(model, algorithm, settings or TrainerSettings(pack_size=1), shape, DRAW_NOISE, **more)
 
 
+def train(trainer: Trainer, groups: Sequence[ScoredGroup]) -> None:
+    """Adds groups, and takes every update that is complete."""
+    for group in groups:
+        trainer.add_group(group)
+        while trainer.can_commit():
+            trainer.commit()
+
+
+def trained_batches(
+    model: DiffusionModel, algorithm: Algorithm, settings: TrainerSettings, batches: int
+) -> Iterator[Trainer]:
+    """A trainer after each of its first batches, which have one update each."""
+    trainer = None
+    for batch in range(batches):
+        groups = scored_groups(model, algorithm, Rollout(step=batch, version=batch))
+        trainer = trainer or trainer_of(model, algorithm, groups, settings)
+        for group in groups:
+            trainer.add_group(group)
+        trainer.commit()
+        yield trainer
+
+
 def serial_of(
     model: DiffusionModel, algorithm: Algorithm, settings: TrainerSettings | None = None
 ) -> SerialReference:
@@ -196,6 +219,11 @@ def relative_difference(left: Gradients, right: Gradients) -> float:
     flat = [torch.cat([part[name].flatten() for name in right]) for part in (left, right)]
     assert flat[1].norm() > 0, "a gradient of zero shows nothing"
     return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+
+def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    """Whether tensors of the same names have the same bits."""
+    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
 
 
 def state_of(trainer: Trainer) -> TrainerState:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Protocol, Self
+from typing import IO, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -16,8 +16,6 @@ from digenrl.console.dashboard import DashboardState, TerminalSize, render_dashb
 from digenrl.console.lane_activity import lane_activity
 from digenrl.console.progress import Progress
 from digenrl.console.text_symbols import duration, number
-from digenrl.loop import Observer
-from digenrl.metrics.step_metrics import MetricSink
 from digenrl.records import Action, Committed, Event
 from digenrl.run_folder.metric_lines import EvaluationRecord, StepRecord, evaluation_line, step_line
 from digenrl.scheduling import SchedulerState
@@ -28,8 +26,23 @@ _LONGEST_PAUSE_S = 1.0  # durations grow even when nothing else changes
 _CPU_SHARE = 0.005  # of one core: an expensive dashboard is drawn less often
 
 
-class RunView(Observer, MetricSink, Protocol):
-    """Observes the loop and takes metrics. It is a context manager, which leaves a clean terminal behind."""
+class RunView:
+    """Observes the loop and takes metrics, as an Observer and a MetricSink. Ignores all that it does not override.
+
+    It is a context manager, which leaves a clean terminal behind.
+    """
+
+    def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
+        pass
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        pass
+
+    def evaluation(self, evaluation: EvaluationRecord) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def load_history(self, steps: Iterable[StepRecord], evaluations: Iterable[EvaluationRecord]) -> None:
         """Takes the earlier steps and evaluations of a resumed run, without printing them again."""
@@ -42,6 +55,7 @@ class RunView(Observer, MetricSink, Protocol):
 
     def __enter__(self) -> Self:
         """Starts drawing."""
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -75,34 +89,7 @@ def choose_view(title: RunTitle, console: Console, clocks: Clocks, as_json: bool
     return PlainView(title, console)
 
 
-class _LineView:
-    """A view that prints when a step or an evaluation ends, and ignores everything else."""
-
-    def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
-        pass
-
-    def load_history(self, steps: Iterable[StepRecord], evaluations: Iterable[EvaluationRecord]) -> None:
-        pass
-
-    def notify(self, message: str) -> None:
-        pass
-
-    def tick(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-
-class JsonView(_LineView):
+class JsonView(RunView):
     """Prints a JSON object per step, as in metrics.jsonl, and `{"evaluation": {...}}` per evaluation."""
 
     def __init__(self, out: IO[str]) -> None:
@@ -119,7 +106,7 @@ class JsonView(_LineView):
         self._out.flush()
 
 
-class PlainView(_LineView):
+class PlainView(RunView):
     """Prints a line per step, evaluation and message, for logs."""
 
     def __init__(self, title: RunTitle, console: Console) -> None:
@@ -165,7 +152,7 @@ def step_summary(progress: Progress) -> str:
     return ", ".join(parts)
 
 
-class TerminalView:
+class TerminalView(RunView):
     """A dashboard redrawn in place, at most four times a second and with at most half a percent of a core."""
 
     def __init__(self, title: RunTitle, console: Console, clocks: Clocks) -> None:
@@ -207,9 +194,6 @@ class TerminalView:
         now_s = self._clocks.now()
         if now_s >= self._next_s and (self._changed or now_s >= self._drawn_s + _LONGEST_PAUSE_S):
             self._draw()
-
-    def close(self) -> None:
-        pass  # leaving the context closes it
 
     def __enter__(self) -> Self:
         self._live.start()

@@ -34,7 +34,6 @@ from digenrl.records import (
     AbandonEvaluation,
     Action,
     ArtifactLost,
-    Calibrate,
     Calibrated,
     Commit,
     Committed,
@@ -290,7 +289,8 @@ class Dispatcher:
                 self._take_result(completed, report)
 
     def _take_result(self, completed: CompletedJob, result: Result) -> None:
-        job, result = completed.job, with_valid_scores(completed.job, result)
+        job = completed.job
+        result = replace(with_valid_scores(job, result), job=job)  # with the inputs that the driver has added
         callback = self._callbacks.pop(job.id, None)
         if isinstance(result, JobFailed):
             if isinstance(job, Save):  # a full disk, mostly: no mistake in the recipe
@@ -298,7 +298,7 @@ class Dispatcher:
             if callback is not None or not isinstance(job, Generate | Score | Evaluate):
                 raise_failure(completed.worker, result)
             self._outputs.discard(job)
-            self._failures.failed(replace(result, job=job))
+            self._failures.failed(result)
         elif isinstance(result, Scored) or (isinstance(result, Generated) and result.scores is not None):
             self._failures.scored()
         self._outputs.keep(completed, result)
@@ -310,9 +310,8 @@ class Dispatcher:
             callback(result)
             return
         if isinstance(result, Calibrated):
-            assert isinstance(job, Calibrate)
-            result = replace(result, offer=self._calibrated_offer(job, result))
-        self._events.append(replace(result, at_ns=self._now_ns, job=job))
+            result = replace(result, offer=self._calibrated_offer(result))
+        self._events.append(replace(result, at_ns=self._now_ns))
         if isinstance(job, Encode):
             self._report_not_encoded(job)
         if isinstance(result, Committed) and self.stores.costs is not None:
@@ -496,8 +495,8 @@ class Dispatcher:
             costs.add_lane(lane, offer)
         self._events.append(WorkerJoined(self._now_ns, offer))
 
-    def _calibrated_offer(self, job: Calibrate, result: Calibrated) -> LaneOffer:
-        stores = self.stores
+    def _calibrated_offer(self, result: Calibrated) -> LaneOffer:
+        job, stores = result.job, self.stores
         assert stores.costs is not None
         name, own_size = stores.lanes.names[job.lane], job.sizes[-1]
         offer = timed_offer(name, result.seconds, stores.slice_size, own_size, result.train_seconds)

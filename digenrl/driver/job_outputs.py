@@ -14,13 +14,10 @@ from digenrl.driver.stores import DriverStores
 from digenrl.records import (
     NO_LANE,
     NO_WEIGHTS,
-    Commit,
     Committed,
-    Encode,
     Encoded,
     Evaluate,
     Evaluated,
-    Export,
     Exported,
     Generate,
     Generated,
@@ -37,9 +34,7 @@ from digenrl.records import (
     Scored,
     SendGradients,
     SliceArtifact,
-    SwitchRole,
     TakeUpdate,
-    Train,
     Trained,
     UpdateTaken,
     WeightsReference,
@@ -99,12 +94,11 @@ class JobOutputs:
             self.discard(report.job)
 
     def _encoded(self, completed: CompletedJob, result: Encoded) -> None:
-        assert isinstance(completed.job, Encode)
-        self._stores.prompts.add_encoded(completed.job.prompts)
+        self._stores.prompts.add_encoded(result.job.prompts)
 
     def _generated(self, completed: CompletedJob, result: Generated) -> None:
-        stores, job = self._stores, completed.job
-        assert isinstance(job, Generate) and stores.costs is not None
+        stores, job = self._stores, result.job
+        assert stores.costs is not None
         stores.costs.add_slices(job.lane, job.slice.size // stores.slice_size, completed.took_ns)
         artifact = SliceArtifact(job.slice, slice_name(job.id), result.version)
         if result.score_failure or not stores.samples.add_slice(artifact):  # without scores it would be in the way
@@ -113,8 +107,7 @@ class JobOutputs:
             stores.samples.add_scores(job.slice, result.scores, artifact)
 
     def _scored(self, completed: CompletedJob, result: Scored) -> None:
-        stores, job = self._stores, completed.job
-        assert isinstance(job, Score)
+        stores, job = self._stores, result.job
         if isinstance(job.piece, HeldOutChunk):
             stores.artifacts.drop(held_out_name(job.piece))
             return
@@ -125,10 +118,9 @@ class JobOutputs:
             stores.artifacts.drop(pixels_name(job.artifact.name))
 
     def _trained(self, completed: CompletedJob, result: Trained) -> None:
-        assert isinstance(completed.job, Train)
         self._updates += result.updates
-        lane, samples, versions = completed.job.lane, completed.job.slice.size, self._stores.versions
-        if completed.job.weights != versions.of_update:  # of an update that was taken again since
+        lane, samples, versions = result.job.lane, result.job.slice.size, self._stores.versions
+        if result.job.weights != versions.of_update:  # of an update that was taken again since
             versions.drop_old(self._pending())
         if lane == NO_LANE:
             self._measure("train_sample", completed, samples)
@@ -138,7 +130,7 @@ class JobOutputs:
 
     def _gradients_sent(self, completed: CompletedJob, result: GradientsSent) -> None:
         self._measure("send", completed)
-        self._gradients += completed.job.writes()
+        self._gradients += result.job.writes()
 
     def _update_taken(self, completed: CompletedJob, result: UpdateTaken) -> None:
         self._measure("commit", completed)
@@ -153,8 +145,7 @@ class JobOutputs:
         self._gradients = []
 
     def _committed(self, completed: CompletedJob, result: Committed) -> None:
-        stores, job = self._stores, completed.job
-        assert isinstance(job, Commit)
+        stores, job = self._stores, result.job
         self._measure("commit", completed)
         rewards, parts, slices = stores.samples.close_step(job.step)
         for artifact in slices:
@@ -168,10 +159,9 @@ class JobOutputs:
         self._on_step(step_summary(job.step, rewards, parts, updates, result.weights.bytes, publish_s))
 
     def _exported(self, completed: CompletedJob, result: Exported) -> None:
-        assert isinstance(completed.job, Export)
         versions = self._stores.versions
-        if completed.job.version >= versions.newest_version:
-            self._take_weights(completed.job.version, result.weights)
+        if result.job.version >= versions.newest_version:
+            self._take_weights(result.job.version, result.weights)
         else:  # a commit came before it
             versions.take_outdated(result.weights)
             versions.drop_old(self._pending())
@@ -188,14 +178,12 @@ class JobOutputs:
         self._stores.versions.drop_old(self._pending())
 
     def _role_switched(self, completed: CompletedJob, result: RoleSwitched) -> None:
-        assert isinstance(completed.job, SwitchRole)
-        self._measure("switch_in" if completed.job.role == "generate" else "switch_out", completed)
+        self._measure("switch_in" if result.job.role == "generate" else "switch_out", completed)
 
     def _evaluated(self, completed: CompletedJob, result: Evaluated) -> None:
-        assert isinstance(completed.job, Evaluate)
         self._measure("evaluate", completed)
-        if completed.job.chunk.version in self.abandoned:
-            self._stores.artifacts.drop(held_out_name(completed.job.chunk))
+        if result.job.chunk.version in self.abandoned:
+            self._stores.artifacts.drop(held_out_name(result.job.chunk))
 
     def _saved(self, completed: CompletedJob, result: Saved) -> None:
         self._measure("save", completed)

@@ -35,7 +35,8 @@ class BroadcastExchange(PayloadExchange):
         self._given_up: set[str] = set()
 
     def put_weights(self, name: str, tensors: Mapping[str, Tensor]) -> WeightsReference:
-        return self.sender.stage(name, tensors)
+        assert self._sender is not None, "only the trainer's first rank sends weights"
+        return self._sender.stage(name, tensors)
 
     def get_weights(self, reference: WeightsReference) -> dict[str, Tensor]:
         name = reference.name
@@ -98,9 +99,3 @@ class BroadcastExchange(PayloadExchange):
             if self._forwarder is None:
                 self._forwarder = WeightsSender(self._host)
             return self._forwarder
-
-    @property
-    def sender(self) -> WeightsSender:
-        """The sender of the trainer's first rank."""
-        assert self._sender is not None, "only the trainer's first rank sends weights"
-        return self._sender

@@ -118,8 +118,7 @@ class FlatWeights:
     def version_bytes(self) -> VersionBytes:
         """The flat bytes as the base or the result of a patch. They are not copied."""
         item_bytes = item_bytes_of(self.tensors().values())
-        name, checksum, before = self.reference.name, self.reference.checksum, zlib.crc32(self.header)
-        return VersionBytes(name, self.flat.numpy(), checksum, item_bytes, before)
+        return VersionBytes(self.reference.name, self.flat.numpy(), self.reference.checksum, item_bytes)
 
 
 def flatten(header: WeightsHeader, tensors: Mapping[str, Tensor]) -> FlatWeights:

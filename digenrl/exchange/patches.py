@@ -30,14 +30,13 @@ BYTES_PER_S_OF_A_THREAD = 60e6
 class VersionBytes:
     """All bytes of one weight version, which are not modified any more.
 
-    `checksum` is their CRC-32, continued from `checksum_before`, that of a header which precedes them.
+    `checksum` is their CRC-32, continued from that of a header, if one precedes them.
     """
 
     name: str
     content: Bytes
     checksum: int
     item_bytes: int
-    checksum_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ def apply_patch(patch: Patch, held: VersionBytes | None, checksum_before: int = 
             f"{patch.name}: arrived damaged, {len(content)} bytes with checksum {found_checksum}; expected "
             f"{patch.result_bytes} bytes with checksum {patch.checksum}"
         )
-    return VersionBytes(patch.name, content, found_checksum, patch.item_bytes, checksum_before)
+    return VersionBytes(patch.name, content, found_checksum, patch.item_bytes)
 
 
 class LastPublished:

@@ -43,7 +43,6 @@ class RolloutSettings:
 class GeneratedSlice:
     """The samples of one slice in the order of their indices: their trajectories, and their latents to decode."""
 
-    slice: Slice
     size: SampleSize
     trajectories: tuple[Trajectory, ...]
     final_BL: Tensor
@@ -83,7 +82,7 @@ def generate_slice(
 
     parts = (limit or RowLimit(doing="denoising")).run(len(samples), generate)
     trajectories = tuple(trajectory for part, _ in parts for trajectory in part)
-    return GeneratedSlice(slice_, plans[0].size, trajectories, _concatenated([final_BL for _, final_BL in parts]))
+    return GeneratedSlice(plans[0].size, trajectories, _concatenated([final_BL for _, final_BL in parts]))
 
 
 @torch.no_grad()
@@ -100,7 +99,7 @@ def encode_slice(
     trajectories = tuple(
         kept.trajectory(row, sample, version, final_BL[row]) for row, sample in enumerate(slice_.samples())
     )
-    return GeneratedSlice(slice_, plans[0].size, trajectories, final_BL)
+    return GeneratedSlice(plans[0].size, trajectories, final_BL)
 
 
 @torch.no_grad()

@@ -6,11 +6,11 @@ A live run passes the costs that it has measured, and compares the prediction wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from digenrl.loop import drive
-from digenrl.records import Action, Event, LaneOffer
-from digenrl.scheduling import Costs, SchedulerState, Terms, initial_state
+from digenrl.records import LaneOffer
+from digenrl.scheduling import Costs, Terms, initial_state
 from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 from digenrl.telemetry.recorder import Recorder
@@ -19,22 +19,11 @@ from digenrl.telemetry.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class PredictedRun:
-    """The predicted work of every lane, the time of every commit, and all decisions."""
+    """The predicted work of every lane, the time of every commit, and all decisions about help."""
 
     trace: Trace
     commit_ends_ns: tuple[int, ...]
     help_decisions: tuple[tuple[int, str], ...]  # (at_ns, "help" or "wait")
-    actions: tuple[tuple[int, Action], ...]  # (at_ns, action), in the order of the decisions
-
-
-@dataclass(slots=True)
-class ActionLog:
-    """An observer that records every action with its time."""
-
-    actions: list[tuple[int, Action]] = field(default_factory=list)
-
-    def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
-        self.actions += ((event.at_ns, action) for action in actions)
 
 
 def predict(
@@ -55,11 +44,10 @@ def predict(
     """
     terms = replace(terms, steps=committed + steps, hedge_after=0)  # nothing is predicted to be overdue
     start = initial_state(terms, costs, generators, helpers, committed=committed)
-    recorder, log = Recorder(start, start_ns=start_ns), ActionLog()
-    drive(start, VirtualCluster(start, faults, start_ns), (recorder, log, Auditor(start)))
+    recorder = Recorder(start, start_ns=start_ns)
+    drive(start, VirtualCluster(start, faults, start_ns), (recorder, Auditor(start)))
     return PredictedRun(
         trace=recorder.trace(),
         commit_ends_ns=tuple(recorder.commit_ends_ns),
         help_decisions=tuple(recorder.help_decisions),
-        actions=tuple(log.actions),
     )

@@ -263,7 +263,8 @@ class Stages:
 
     def switch_role(self, job: SwitchRole) -> RoleSwitched:
         """Moves what only training needs off the device, or back, where the recipe asks for it."""
-        return RoleSwitched(0, job, self.switch_to(job.role))
+        self.switch_to(job.role)
+        return RoleSwitched(0, job)
 
     def evaluate(self, job: Evaluate) -> Evaluated:
         """Samples held-out prompts with the served version, or with the moving average that belongs to it.

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from live_runs import TINY, LiveRuns, lines_of, metric, trained
+from live_runs import TINY, LiveRuns, lines_of, metric, trained, weights
 from PIL import Image
 from source_pictures import picture
-from torch import Tensor
 
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.testing.tiny_models import make_tiny_pipeline
-from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
 PAIRS = {
     **TINY,
@@ -57,11 +54,6 @@ class PairRuns(LiveRuns):
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> PairRuns:
     return PairRuns(tmp_path_factory.mktemp("pairs"))
-
-
-def weights(run: RunFolder, step: int) -> Mapping[str, Tensor]:
-    state: Mapping[str, Tensor] = read_checkpoint(run.checkpoint(step)).trainer_state.weights
-    return state
 
 
 def test_processes_and_one_process_train_on_the_same_pairs(live: PairRuns) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,17 +22,16 @@ from live_runs import (
     metric,
     steps_done,
     wait_for,
+    weights,
     workers_of,
 )
 from ray_clusters import SeveralNodes, nodes_alone
-from torch import Tensor
 
 from digenrl.cli import INTERRUPTED
 from digenrl.config.reading import ConfigError
 from digenrl.records import WorkerJoined, WorkerLost
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.journal import read_journal
-from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
 pytest.importorskip("ray")
 
@@ -84,11 +83,6 @@ def on(nodes: SeveralNodes, *pools: str) -> tuple[str, ...]:
         "cluster.weight_patches=always",  # `auto` sends full weights whole over a fast link
         *places,
     )
-
-
-def weights(run: RunFolder, step: int) -> Mapping[str, Tensor]:
-    state: Mapping[str, Tensor] = read_checkpoint(run.checkpoint(step)).trainer_state.weights
-    return state
 
 
 def assert_same_weights(there: RunFolder, here: RunFolder, step: int) -> None:

@@ -24,13 +24,13 @@ from live_runs import (
     prompts_of_step,
     steps_done,
     wait_for,
+    weights,
     workers_of,
 )
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
 from digenrl.run_folder.folder import RunFolder, Status
-from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
 # The learning rate bounds the effect of Adam on gradients that consist of rounding errors.
 ADAPTERS = ("training.learning_rate=3e-5",)
@@ -49,11 +49,6 @@ def of_one_rank(live: LiveRuns, kind: str) -> RunFolder:
     """A run with a checkpoint of every step."""
     every_step = ("checkpoint.every=1", f"checkpoint.keep={MORE_STEPS}")
     return live.finished(*KINDS[kind], "mode=colocated", f"steps={MORE_STEPS}", *every_step)
-
-
-def weights(run: RunFolder, step: int) -> Mapping[str, Tensor]:
-    state: Mapping[str, Tensor] = read_checkpoint(run.checkpoint(step)).trainer_state.weights
-    return state
 
 
 def furthest(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:

@@ -9,10 +9,10 @@ from random_specs import spec_contents
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
-from digenrl.records import Commit
 from digenrl.simulation.prediction import PredictedRun, predict
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
+from digenrl.telemetry.trace import Work
 
 BUDGET = 500
 
@@ -46,8 +46,7 @@ CONTENT = {
 
 def test_any_part_of_a_run_can_be_predicted() -> None:
     later = predicted(CONTENT, steps=3, committed=10, start_ns=7)
-    commits = [(at, action.step) for at, action in later.actions if isinstance(action, Commit)]
-    assert [step for _, step in commits] == [10, 11, 12]
+    assert {span.step for span in later.trace.spans if span.work is Work.TRAIN} == {10, 11, 12}
     first = predicted(CONTENT, steps=3)
     assert [end - 7 for end in later.commit_ends_ns] == list(first.commit_ends_ns)
     assert later.trace.end_ns == later.commit_ends_ns[-1]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_workers import RECIPE
+from fake_recipes import RECIPE
 from fuzzed_files import DEEP, Refusal, read_fuzzed_prompts, read_fuzzed_recipe
 
 from digenrl.cli import main

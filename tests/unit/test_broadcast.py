@@ -289,11 +289,11 @@ class Exchanges:
         self, reference: WeightsReference, held: str = "", link_bytes_per_s: float | None = None
     ) -> None:
         self._epoch += 1
-        sender = self.trainer.sender
         sending = self._threads.submit(
-            sender.send, reference.name, self._epoch, 1, within(TIMEOUT_S), held, link_bytes_per_s
+            self.trainer.send, reference.name, self._epoch, 1, within(TIMEOUT_S), held, link_bytes_per_s
         )
-        self.generator.receive(sender.address, self._epoch, 1, 2, reference, BroadcastLimits(TIMEOUT_S, TIMEOUT_S))
+        limits = BroadcastLimits(TIMEOUT_S, TIMEOUT_S)
+        self.generator.receive(self.trainer.address, self._epoch, 1, 2, reference, limits)
         self.deliveries.append(sending.result())
 
 

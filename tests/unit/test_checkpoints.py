@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scored_groups import Rollout, differences, scored_groups, state_of, toy, trainer_of
+from scored_groups import Rollout, differences, scored_groups, state_of, toy, train, trainer_of
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
@@ -42,13 +42,6 @@ def trainer_and_batches(algorithm, lora, batches):
     rollouts = [Rollout(groups=2, steps=3, step=step, version=step) for step in range(batches)]
     groups = [scored_groups(model, algorithm, rollout, [(0, 1, 2, 4), (3, 1, 1, 0)]) for rollout in rollouts]
     return trainer_of(model, algorithm, groups[0], SETTINGS), groups
-
-
-def train(trainer, groups):
-    for group in groups:
-        trainer.add_group(group)
-        while trainer.can_commit():
-            trainer.commit()
 
 
 @contextmanager

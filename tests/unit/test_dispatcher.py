@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_workers import FakeRun, fake_recipe, is_slice
+from fake_workers import FakeRun, begun, fake_recipe, is_slice
 
 from digenrl.config.reading import ConfigError
 from digenrl.driver.supervisor import LONGEST_WAIT_S, TrainerLostError, WorkerFailedError
@@ -172,14 +172,6 @@ def test_the_exchange_does_not_grow_with_the_run(tmp_path: Path) -> None:
 
 
 # --- Losses, one at a time ---------------------------------------------------------------------------------------
-
-
-def begun(tmp_path: Path, **changes: Any) -> FakeRun:
-    run = FakeRun(tmp_path, fake_recipe(**changes), prompts=20)
-    run.prepare()
-    run.driver.begin()
-    assert run.driver.next_event()  # the first tick
-    return run
 
 
 def generate(lane: int, group: int = 0, job_id: int = 0) -> Generate:

@@ -6,9 +6,9 @@ import math
 from fractions import Fraction
 
 import pytest
-from fake_workers import UPDATE
 from handmade_runs import recipe
 
+from digenrl.chaos.workers import UPDATE
 from digenrl.config.reading import ConfigError
 from digenrl.driver.calibration import check_room
 from digenrl.driver.cost_tracker import REMEMBERED, CostTracker, expected_ns, timed_offer

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
-from fake_workers import FakeRun, fake_recipe
+from fake_workers import FakeRun, begun, fake_recipe
 
 from digenrl.driver.prompt_store import PromptStore
 from digenrl.driver.sample_store import SampleStore
@@ -43,14 +42,6 @@ from digenrl.transports.contract import Gone, InputsLost, Message
 from digenrl.worker.assignment import TRAINER
 
 PIECE = Slice(0, 0, 0, 2)
-
-
-def begun(tmp_path: Path, **changes: Any) -> FakeRun:
-    run = FakeRun(tmp_path, fake_recipe(**changes), prompts=20)
-    run.prepare()
-    run.driver.begin()
-    assert run.driver.next_event()  # the first tick
-    return run
 
 
 def events_of(run: FakeRun, *messages: Message) -> list[Event]:

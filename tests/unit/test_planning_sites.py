@@ -40,7 +40,8 @@ CLUSTER = Cluster(pools=(EAST, WEST), sites=(SLOW,))
 
 
 def two_sites(gbit_s: float) -> Cluster:
-    return Cluster(pools=(EAST, WEST), sites=(SiteLink(between=("east", "west"), gbit_s=gbit_s),))
+    link = SiteLink(between=("east", "west"), gbit_s=gbit_s)
+    return Cluster(pools=(pool("H100", "east"), pool("RTX 4090", "west")), sites=(link,))
 
 
 def layout(workload: Workload = FLUX, west: CardPool = WEST) -> Layout:
@@ -128,7 +129,8 @@ def test_no_plan_over_two_sites_beats_its_bound() -> None:
 
 
 def test_stages_are_laid_site_by_site() -> None:
-    cluster = Cluster(pools=(EAST, WEST, pool("H200", "east", 1, name="more")), sites=(SLOW,))
+    here = two_sites(SLOW.gbit_s)
+    cluster = Cluster(pools=(*here.pools, pool("H200", "east", 1, name="more")), sites=here.sites)
     staged = best_stages(FLUX, cluster, PlanOptions())
     assert staged is not None
     assert sum(first.site != second.site for first, second in pairwise(staged.cards)) == 1

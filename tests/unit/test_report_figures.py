@@ -11,7 +11,7 @@ from handmade_traces import SECOND, both_trace, helped_trace, large_trace, on_po
 
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.report import curves, headline
-from digenrl.report.content import about, headline_of, techniques, utilisation
+from digenrl.report.content import about, headline_of, prediction_of, techniques, utilisation
 from digenrl.report.grids import choose_evenly, grids
 from digenrl.report.timeline import kinds_in, pack_intervals, timeline
 from digenrl.run_folder.metric_lines import StepRecord
@@ -158,7 +158,8 @@ def test_every_step_is_compared_with_the_newest_prediction() -> None:
 
 
 def test_the_headline_of_the_handmade_run(tmp_path: Path) -> None:
-    shown = headline_of(read_run(write_run(tmp_path / "run")))
+    run = read_run(write_run(tmp_path / "run"))
+    shown = headline_of(run)
     assert shown["reward"] == {"before": 0.25, "after": 0.5}
     assert shown["held_out"] == {
         "reward_mean": {"before": 0.2, "after": 0.8},
@@ -169,6 +170,7 @@ def test_the_headline_of_the_handmade_run(tmp_path: Path) -> None:
     assert shown["busy"] == pytest.approx((0.4 + 0.6 + 0.2 + 0.45) / 4)
     assert shown["busy_of"] == "Lanes"
     assert shown["prediction_error"] == pytest.approx(0.1)
+    assert prediction_of(run).keys() == {"steps", "predicted_s", "measured_s", "errors", "median_error"}
 
 
 def test_evaluations_with_other_settings_are_not_compared(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from digenrl.generation.rollout import GeneratedSlice, decode_slice
 from digenrl.models.contract import SampleSize
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import FAMILIES
-from digenrl.records import Slice
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 
 TILE = {"tile_sample_min_height": 32, "tile_sample_min_width": 32}
@@ -50,7 +49,7 @@ def decoded(model: PipelineModel, size: SampleSize) -> Tensor:
     shape = model.noise_shape(size)
     even_B = torch.randn(2, shape[0], *[1] * (len(shape) - 1), generator=torch.Generator().manual_seed(0))
     noise_B = even_B.expand(2, *shape).contiguous()
-    return decode_slice(model, GeneratedSlice(Slice(0, 0, 0, 2), size, (), model.initial_latents(noise_B, size)))
+    return decode_slice(model, GeneratedSlice(size, (), model.initial_latents(noise_B, size)))
 
 
 # The largest mean difference, in standard deviations. SD3's VAE normalizes over space and so depends on the tile,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from scored_groups import differences, state_of
+from scored_groups import differences, same, state_of
 from shared_training import (
     MORE_REWARDS,
     SETTINGS,
@@ -54,10 +54,6 @@ def alone():
         return made[name]
 
     return of
-
-
-def same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
 
 
 def weights_of(assistant):

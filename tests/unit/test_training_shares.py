@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scored_groups import differences, relative_difference, state_of
+from scored_groups import differences, relative_difference, same, state_of
 from shared_training import (
     SETTINGS,
     STEPS,
@@ -108,17 +108,13 @@ def sums_of(trainer):
     return share_as_tensors(share)
 
 
-def same(left, right):
-    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
-
-
 def test_a_share_survives_the_exchange_in_every_bit():
     _, _, share = shared_jobs()
     sent = share_as_tensors(share)
     back = share_of_tensors(sent)
     assert same(sent, share_as_tensors(back)) and json.loads(json.dumps(without_tensors(share)))
     assert (back.batch, back.update, back.steps, back.bound) == (0, 0, 2, share.bound)
-    assert back.samples() == {0: [0, 1], 2: [2, 3]}
+    assert [(job.place, job.first) for job in back.jobs] == [(0, 0), (2, 2)] and back.job_samples == 2
     assert {value.dtype for value in (*back.unscaled.values(), *back.final.values())} == {torch.int64}
     assert back.unscaled and back.final, "of Flow-GRPO one part awaits the scale of the batch, the KL does not"
 

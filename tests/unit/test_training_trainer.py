@@ -19,6 +19,8 @@ from scored_groups import (
     serial_of,
     state_of,
     toy,
+    train,
+    trained_batches,
     trainer_of,
 )
 from toy_model import ToyModel
@@ -65,10 +67,7 @@ def test_two_batches_of_two_updates_end_with_the_serial_weights(name, updates_of
             groups = scored_groups(serial_model, algorithm, rollout)
         trainer = trainer or trainer_of(packed, algorithm, groups, settings)
         serial.train_batch(groups)
-        for index in (3, 1, 2, 0):
-            trainer.add_group(groups[index])
-            while trainer.can_commit():
-                trainer.commit()
+        train(trainer, [groups[index] for index in (3, 1, 2, 0)])
         assert (trainer.batch, trainer.update) == (batch + 1, 0)
         assert relative_difference(weights_of(packed), weights_of(serial_model)) < 1e-9
     assert relative_difference(weights_of(packed), weights_of(toy())) > 1e-3, "the weights moved at all"
@@ -145,16 +144,11 @@ def test_the_moving_average_follows_every_few_updates(warmup, decay):
     ema = EmaSettings(decay=0.75, every_updates=2, warmup=warmup)
     settings = TrainerSettings(pack_size=8, learning_rate=0.1, ema=ema)
     start, seen = weights_of(model), []
-    trainer = None
-    for batch in range(3):
-        groups = scored_groups(model, algorithm, Rollout(step=batch, version=batch))
-        trainer = trainer or trainer_of(model, algorithm, groups, settings)
-        for group in groups:
-            trainer.add_group(group)
-        trainer.commit()
+    for trainer in trained_batches(model, algorithm, settings, 3):
         seen.append(weights_of(model))
+        average = trainer.state_at_last_version().average
     expected = {name: decay * start[name] + (1 - decay) * seen[1][name] for name in start}
-    assert relative_difference(trainer.state_at_last_version().average, expected) < 1e-12
+    assert relative_difference(average, expected) < 1e-12
 
 
 def test_the_learning_rate_grows_linearly_from_zero():
@@ -162,13 +156,7 @@ def test_the_learning_rate_grows_linearly_from_zero():
     model = toy()
     settings = TrainerSettings(pack_size=8, learning_rate=0.1, learning_rate_warmup=2)
     rates, weights = [], [weights_of(model)]
-    trainer = None
-    for batch in range(4):
-        groups = scored_groups(model, algorithm, Rollout(step=batch, version=batch))
-        trainer = trainer or trainer_of(model, algorithm, groups, settings)
-        for group in groups:
-            trainer.add_group(group)
-        trainer.commit()
+    for trainer in trained_batches(model, algorithm, settings, 4):
         rates.append(state_of(trainer).optimizer.scalars["lr"])
         weights.append(weights_of(model))
     assert rates == [0.0, 0.05, 0.1, 0.1]
@@ -181,13 +169,7 @@ def test_a_policy_that_follows_slowly_is_the_one_to_generate_with():
     settings = TrainerSettings(pack_size=8, learning_rate=0.1)
     generated_with = [weights_of(model)]
     trained = []
-    trainer = None
-    for batch in range(2):
-        groups = scored_groups(model, algorithm, Rollout(step=batch, version=batch))
-        trainer = trainer or trainer_of(model, algorithm, groups, settings)
-        for group in groups:
-            trainer.add_group(group)
-        trainer.commit()
+    for trainer in trained_batches(model, algorithm, settings, 2):
         trained.append(weights_of(model))
         with trainer.generating():
             generated_with.append(weights_of(model))

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 from rank_cases import stages_of
-from scored_groups import Rollout, differences, nudge, scored_groups, state_of, toy, trainer_of
+from scored_groups import (
+    Rollout,
+    differences,
+    nudge,
+    same,
+    scored_groups,
+    state_of,
+    toy,
+    train,
+    trainer_of,
+)
 
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
@@ -34,18 +44,6 @@ LORA_OR_FULL = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full
 
 def batch_of(model, algorithm, step=0, groups=4):
     return scored_groups(model, algorithm, Rollout(groups=groups, steps=3, step=step, version=step))
-
-
-def train(trainer, groups):
-    for group in groups:
-        trainer.add_group(group)
-        while trainer.can_commit():
-            trainer.commit()
-
-
-def same(left, right):
-    """Whether tensors of the same names have the same bits."""
-    return left.keys() == right.keys() and all(torch.equal(value, right[name]) for name, value in left.items())
 
 
 # --- Calibration ----------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from digenrl.worker.encoding import encode_prompt
 class TokenizedProbe:
     """The token ids of a text, and the tokens themselves, by the name of the tokenizer."""
 
-    text: str
     token_ids: dict[str, list[int]]
     tokens: dict[str, list[str]]
 
@@ -49,7 +48,7 @@ def tokenize(model: PipelineModel, text: str) -> TokenizedProbe:
     }
     ids = {name: [int(each) for each in tokenizer(text).input_ids] for name, tokenizer in tokenizers.items()}
     tokens = {name: tokenizers[name].convert_ids_to_tokens(each) for name, each in ids.items()}
-    return TokenizedProbe(text, ids, tokens)
+    return TokenizedProbe(ids, tokens)
 
 
 @torch.no_grad()

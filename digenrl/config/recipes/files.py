@@ -169,32 +169,37 @@ def _load(path: Path) -> DictConfig:
 
 
 def _fill_in_examples(config: DictConfig) -> None:
-    for key in _missing_keys(OmegaConf.to_container(config), ""):
+    for key in _missing_keys(config):
         if key in EXAMPLES:
             OmegaConf.update(config, key, EXAMPLES[key])
 
 
 def _refuse_missing(config: DictConfig, where: str) -> None:
-    missing = list(_missing_keys(OmegaConf.to_container(config), ""))
+    missing = _missing_keys(config)
     if missing:
         example = " ".join(f"{key}={EXAMPLES.get(key, '...')}" for key in missing)
         raise ConfigError(f"{where}: {' and '.join(missing)} must be given: digenrl train {where} {example}")
 
 
-def _missing_keys(content: Any, key: str) -> Iterator[str]:
+def _missing_keys(config: DictConfig) -> list[str]:
     """The dotted keys with the value `???`."""
+    return [key for key, value in _values(OmegaConf.to_container(config)) if value == "???"]
+
+
+def _values(content: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """All values that are no mapping and no list, with their dotted keys."""
     if isinstance(content, dict):
         for name, inner in content.items():
-            yield from _missing_keys(inner, f"{key}.{name}".lstrip("."))
+            yield from _values(inner, f"{key}.{name}".lstrip("."))
     elif isinstance(content, list):
         for index, inner in enumerate(content):
-            yield from _missing_keys(inner, f"{key}.{index}")
-    elif content == "???":
-        yield key
+            yield from _values(inner, f"{key}.{index}")
+    else:
+        yield key, content
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
-    _refuse_resolvers(OmegaConf.to_container(config, resolve=False))
+    _refuse_resolvers(config)
     try:
         content = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
@@ -204,20 +209,15 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def _refuse_resolvers(content: Any, key: str = "") -> None:
+def _refuse_resolvers(config: DictConfig) -> None:
     """Raises ConfigError for `${oc.env:NAME}` and the like: a recipe may refer to its own keys only."""
-    if isinstance(content, Mapping):
-        for name, inner in content.items():
-            _refuse_resolvers(inner, f"{key}.{name}".lstrip("."))
-    elif isinstance(content, list):
-        for index, inner in enumerate(content):
-            _refuse_resolvers(inner, f"{key}.{index}")
-    elif isinstance(content, str) and (found := RESOLVER.search(content)):
-        raise ConfigError(
-            f"{key}: {found[0]}...}} is not allowed: a recipe may refer to its own keys, as ${{seed}}, and reads "
-            "no environment variables",
-            key,
-        )
+    for key, value in _values(OmegaConf.to_container(config)):
+        if isinstance(value, str) and (found := RESOLVER.search(value)):
+            raise ConfigError(
+                f"{key}: {found[0]}...}} is not allowed: a recipe may refer to its own keys, as ${{seed}}, and "
+                "reads no environment variables",
+                key,
+            )
 
 
 def _escaped(value: Any) -> Any:

@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from diffusers import FluxKontextPipeline, FluxTransformer2DModel
+from diffusers import FluxKontextPipeline
 from PIL import Image
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning, SampleSize
-from digenrl.models.families.flux import FLUX, TEXT_LENGTH, FluxModel
+from digenrl.models.families.flux import FLUX, FluxModel
 from digenrl.models.families.parts.helpers import source_name, vae_inputs
-from digenrl.models.family import Component, FullSize, SourceCount
+from digenrl.models.family import SourceCount
 
 SOURCE = source_name(0)
 
@@ -79,14 +79,7 @@ FLUX_KONTEXT = replace(
     FLUX,
     pipeline_class=FluxKontextPipeline,
     model_class=FluxKontextModel,
-    sizes={
-        "1-dev": FullSize(
-            billions=11.90,
-            transformer=Component(FluxTransformer2DModel, {"guidance_embeds": True}),
-            text_shapes={"encoder_hidden_states": (TEXT_LENGTH.default, 4096), "pooled_projections": (768,)},
-            hub_id="black-forest-labs/FLUX.1-Kontext-dev",
-        ),
-    },
+    sizes={"1-dev": replace(FLUX.sizes["1-dev"], hub_id="black-forest-labs/FLUX.1-Kontext-dev")},
     distilled=(),
     sources=SourceCount(1, 1),
 )

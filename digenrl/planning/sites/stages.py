@@ -36,8 +36,6 @@ class StagedTrainer:
 
     cards: tuple[CardPool, ...]  # the pool of each card
     cut: Partition
-    pack: int
-    checkpointing: bool
     commit_s: float
 
     @property
@@ -111,7 +109,7 @@ def _staged(
         )
     except ValueError:  # no cut fits
         return None
-    return StagedTrainer(cards, cut, pack, checkpointing, _commit_seconds(workload, cards, rates))
+    return StagedTrainer(cards, cut, _commit_seconds(workload, cards, rates))
 
 
 def _stage_bytes(workload: Workload, blocks: int, stages: int, pack: int, checkpointing: bool) -> float:

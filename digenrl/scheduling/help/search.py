@@ -22,7 +22,6 @@ class SearchResult:
     """The plan for the rest of the current step. The trainer waits in bubbles beyond it."""
 
     bubbles: Plan
-    commit_ns: int
     exact: bool  # the search was complete: no plan commits earlier, and no equal plan has fewer rounds first
 
 
@@ -39,7 +38,7 @@ def search_help(bubble: Forecast, budget: int, known: Plan = ()) -> SearchResult
         if not search.exhausted or search.best_commit_ns == NEVER:
             search.try_plan((), rule)
     exact = search.run()
-    return SearchResult(search.best_plan, search.best_commit_ns, exact)
+    return SearchResult(search.best_plan, exact)
 
 
 class _Search:

@@ -43,13 +43,6 @@ class GradientShare:
         """The jobs that it covers, in ascending order."""
         return sorted(self.tallies)
 
-    def samples(self) -> dict[int, list[int]]:
-        """The samples that it covers, by the place of their group."""
-        covered: dict[int, list[int]] = {}
-        for job in self.jobs:
-            covered.setdefault(job.place, []).extend(range(job.first, job.first + self.job_samples))
-        return covered
-
 
 def without_tensors(share: GradientShare) -> dict[str, Any]:
     """Everything of a share that is not a tensor, as content that JSON can represent."""

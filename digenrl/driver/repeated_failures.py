@@ -13,7 +13,9 @@ from digenrl.records import JobFailed, Quarantine
 logger = logging.getLogger(__name__)
 
 LIMIT = 5  # groups in a row with the same error
-_OWN_PARTS = re.compile(r"'[^']*'|\"[^\"]*\"|\d+|\s+")  # of one sample: numbers, and texts that are quoted
+_OWN_PARTS = re.compile(
+    r"'[^']*'|\"[^\"]*\"|0x[0-9a-f]+|\d+|\s+"
+)  # of one sample: numbers, addresses, quoted texts
 
 
 class RepeatedFailures:

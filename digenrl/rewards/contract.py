@@ -164,6 +164,8 @@ def check_pixels(label: str, pixels_BFCHW: Tensor) -> None:
 
 def checked(label: str, batch: RewardBatch, count: int) -> RewardBatch:
     """The batch as plain numbers; raises RewardError unless it has one finite number per sample everywhere."""
+    if not isinstance(batch, RewardBatch):  # the code of a user may return anything
+        raise RewardError(label, f"expected a RewardBatch, got {type(batch).__name__}")
     if len(batch.values) != count:
         raise RewardError(
             label, f"returned {len(batch.values)} scores for {count} samples; one per sample is needed"

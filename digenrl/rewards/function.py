@@ -18,8 +18,8 @@ class FunctionReward(Reward):
     """Calls `function(pixels_BFCHW, prompts, metadata, **arguments)`.
 
     If it `scores` groups, calls `function(pixels_BFCHW, prompt, metadata, **arguments)` with the prompt that all
-    samples have, and its metadata. The function returns one number per sample (a list or a tensor of shape (B,))
-    or a RewardBatch.
+    samples have, and its metadata. The function returns one number per sample (a list, or a tensor or array of
+    shape (B,)) or a RewardBatch.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class FunctionReward(Reward):
             answer = self.function(pixels_BFCHW, prompts, metadata, **self.arguments)
         if isinstance(answer, RewardBatch):
             return answer
-        if isinstance(answer, Tensor):
-            answer = answer.detach().tolist()
+        if hasattr(answer, "tolist"):  # a tensor, or an array of numpy
+            answer = answer.tolist()
         if not isinstance(answer, Sequence) or isinstance(answer, str):
             raise RewardError(self.label, f"expected a list of numbers or a RewardBatch, got {answer!r}")
         return RewardBatch(tuple(self._number(index, value) for index, value in enumerate(answer)))
@@ -69,6 +69,10 @@ def build(settings: FunctionSettings) -> Reward:
         reward: Reward = target(settings.shown_as, **settings.arguments)
     except TypeError as error:
         raise ConfigError(f"reward '{settings.target}': {one_line(error)}; check its `arguments`") from error
+    if not hasattr(reward, "label"):
+        raise ConfigError(
+            f"reward '{settings.target}': it has no label; call super().__init__(label) in its __init__"
+        )
     return reward
 
 
@@ -85,6 +89,9 @@ def import_target(settings: FunctionSettings) -> Callable[..., Any]:
         )
     if not callable(target):
         raise ConfigError(f"reward '{settings.target}': expected a function or class, got {target!r}")
+    if inspect.isabstract(target):
+        missing = ", ".join(sorted(target.__abstractmethods__))
+        raise ConfigError(f"reward '{settings.target}': the class does not implement {missing}; add it")
     found: Callable[..., Any] = target
     _check_arguments(found, settings)
     return found

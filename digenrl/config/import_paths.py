@@ -37,7 +37,7 @@ def import_object(path: str, what: str, kind: str = "object") -> Any:
     module_name, _, name = path.partition(":")
     try:
         module = import_module(module_name)
-    except Exception as error:  # code of the user's may raise anything
+    except (Exception, SystemExit) as error:  # code of the user's may raise anything, and a script may exit
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(
                 f"{what} '{path}': no module named '{error.name}'; put it into the current folder or beside the "

@@ -80,6 +80,7 @@ NAME = "users_algorithm:PolicyGradient"
 def users_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "users_algorithm.py").write_text(MODULE, encoding="utf-8")
     (tmp_path / "users_settings.py").write_text(UNANNOTATED, encoding="utf-8")
+    (tmp_path / "users_script.py").write_text("import sys\nsys.exit('usage: users_script.py FILE')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -118,6 +119,7 @@ def test_a_recipe_with_it_is_read_planned_and_built() -> None:
         ("users_algorithm:Underived", {}, "GroupRelative"),
         ("users_algorithm:INSTANCE", {}, "GroupRelative"),
         ("no_such_package.module:Thing", {}, "'no_such_package'"),
+        ("users_script:Thing", {}, r"SystemExit in .*users_script\.py, line 2: usage"),
         ("users_settings:Thing", {}, r"users_settings\.py, line 5: .*annotat"),
     ],
 )

@@ -1,6 +1,6 @@
 """The contract of an algorithm: an objective for the trainer, built from settings.
 
-`GroupRelative` implements everything except the loss. docs/core.md says how to add an algorithm.
+`GroupRelative` implements everything except the loss. docs/extending.md says how to add an algorithm.
 """
 
 from __future__ import annotations

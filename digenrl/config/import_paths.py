@@ -6,10 +6,13 @@ import sys
 from collections.abc import Iterable
 from importlib import import_module, invalidate_caches
 from pathlib import Path
+from sysconfig import get_paths
 from traceback import extract_tb
 from typing import Any
 
 from digenrl.config.reading import ConfigError, nearest, one_line
+
+INSTALLED = get_paths()["purelib"]  # the folder of installed packages
 
 
 def has_module(folder: Path, path: str) -> bool:
@@ -34,13 +37,15 @@ def import_object(path: str, what: str, kind: str = "object") -> Any:
     module_name, _, name = path.partition(":")
     try:
         module = import_module(module_name)
-    except Exception as error:  # code of the user's may raise anything
+    except (Exception, SystemExit) as error:  # code of the user's may raise anything, and a script may exit
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(
                 f"{what} '{path}': no module named '{error.name}'; put it into the current folder or beside the "
                 "recipe, name its folder (python_path=[FOLDER]), or install it"
             ) from None
-        last = extract_tb(error.__traceback__)[-1]  # a syntax error names its line itself
+        frames = extract_tb(error.__traceback__)  # a syntax error names its line itself
+        own = [frame for frame in frames if not frame.filename.startswith((INSTALLED, "<"))]
+        last = (own or frames)[-1]
         where = "" if isinstance(error, SyntaxError) else f" in {last.filename}, line {last.lineno}"
         reason = f"{type(error).__name__}{where}: {one_line(error)}"
         raise ConfigError(f"{what} '{path}': {module_name} cannot be imported: {reason}") from error

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from digenrl.console.lane_activity import Activity
 from digenrl.console.progress import Progress
-from digenrl.console.text_symbols import bar, duration, number, sparkline
+from digenrl.console.text_symbols import bar, duration, number, skipped_updates, sparkline
 from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.telemetry.row_folding import FoldedRow, fold_lanes
 from digenrl.telemetry.styles import fresh_style, percent
@@ -145,6 +145,8 @@ def _append_speed(text: Text, progress: Progress) -> None:
     for name, label in _SHARES.items():
         if newest.get(name):
             text.append(f"   {percent(newest[name])} {label}", _FAINT)
+    if newest.get("skipped_updates"):
+        text.append(f"   {skipped_updates(newest['skipped_updates'])}", _STRONG)
     text.append("\n")
 
 

@@ -15,7 +15,7 @@ from rich.live import Live
 from digenrl.console.dashboard import DashboardState, TerminalSize, render_dashboard
 from digenrl.console.lane_activity import lane_activity
 from digenrl.console.progress import Progress
-from digenrl.console.text_symbols import duration, number
+from digenrl.console.text_symbols import duration, number, skipped_updates
 from digenrl.records import Action, Committed, Event
 from digenrl.run_folder.metric_lines import EvaluationRecord, StepRecord, evaluation_line, step_line
 from digenrl.scheduling import SchedulerState
@@ -146,6 +146,8 @@ def step_summary(progress: Progress) -> str:
     for name in ("stale", "helped", "assisted"):
         if newest.get(f"{name}_share"):
             parts.append(f"{name} {percent(newest[f'{name}_share'])}")
+    if newest.get("skipped_updates"):
+        parts.append(skipped_updates(newest["skipped_updates"]))
     left_s = progress.left_s(0.0)
     if left_s:
         parts.append(f"{duration(left_s)} left")

@@ -64,3 +64,8 @@ def number(value: float) -> str:
     ('0.5123', '1234', 'nan')
     """
     return f"{value:.4f}" if 0.001 <= abs(value) < 10 or value == 0 else f"{value:.4g}"
+
+
+def skipped_updates(count: float) -> str:
+    """How many updates of a step did not change the weights, and why."""
+    return f"{count:g} {'update' if count == 1 else 'updates'} skipped: the gradient was not finite"

@@ -13,7 +13,8 @@ from digenrl.records import JobFailed, Quarantine
 logger = logging.getLogger(__name__)
 
 LIMIT = 5  # groups in a row with the same error
-_OWN_PARTS = re.compile(r"'[^']*'|\"[^\"]*\"|\d+|\s+")  # of one sample: numbers, and texts that are quoted
+# What may differ between samples: quoted texts, addresses of objects, and numbers.
+_OWN_PARTS = re.compile(r"'[^']*'|\"[^\"]*\"|0x[0-9a-f]+|\d+|\s+")
 
 
 class RepeatedFailures:

@@ -78,6 +78,7 @@ class FullSize:
         return self.pipeline_settings.get("boundary_ratio") is not None
 
 
+REQUIRED_ATTRIBUTES = ("family", "default_guidance", "lora_targets", "text_encoders")  # of a model class
 Task = Literal["text_to_image", "image_edit", "text_to_video", "image_to_video"]
 
 
@@ -121,6 +122,12 @@ class Family:
     def name(self) -> str:
         """The family's name in recipes."""
         return self.model_class.family
+
+    def missing(self) -> list[str]:
+        """What the model class does not define: abstract methods, and attributes without a default."""
+        own = self.model_class
+        abstract = getattr(own, "__abstractmethods__", ())
+        return [*(name for name in REQUIRED_ATTRIBUTES if not hasattr(own, name)), *sorted(abstract)]
 
     @property
     def tasks(self) -> tuple[Task, ...]:

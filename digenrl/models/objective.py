@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from digenrl.config.algorithms import Levels, Needs
+from digenrl.config.reading import ConfigError
 from digenrl.models.trajectory import RolloutPlan
 
 
@@ -158,3 +159,31 @@ class Objective(Protocol):
 
     def loss(self, pairs: PairBatch) -> LossTerms:
         """One value per term. Rows are independent, except for the two of one term."""
+
+
+def check_loss(objective: Objective, loss: LossTerms, terms: int) -> None:
+    """Raises ConfigError unless a loss has the number of terms, a gradient, and measures of the same shape.
+
+    Algorithms may be code of the user's, which may return anything.
+    """
+    name = f"algorithm: {type(objective).__name__}.loss"
+    if not isinstance(loss, LossTerms):
+        raise ConfigError(
+            f"{name}: expected a digenrl.models.objective.LossTerms, got {type(loss).__name__}; return one"
+        )
+    parts = {"scaled_M": loss.scaled_M, "fixed_M": loss.fixed_M}
+    given = {key: part for key, part in parts.items() if part is not None}
+    if not given:
+        raise ConfigError(f"{name}: scaled_M and fixed_M are both None; return at least one")
+    if not isinstance(loss.measures, Mapping):
+        raise ConfigError(f"{name}: expected measures by name, got {loss.measures!r}; return a dict")
+    for key, values in (*given.items(), *((f"measure '{key}'", values) for key, values in loss.measures.items())):
+        shape = tuple(values.shape) if isinstance(values, Tensor) else None
+        if shape != (terms,):
+            got = type(values).__name__ if shape is None else f"shape {shape}"
+            raise ConfigError(f"{name}: {key}: expected a tensor with one value per term, ({terms},), got {got}")
+    for key, part in given.items():
+        if not part.requires_grad:
+            raise ConfigError(
+                f"{name}: {key} has no gradient; compute it from log_prob_R, mean_RL or velocity_RL, not detached"
+            )

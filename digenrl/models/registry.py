@@ -75,8 +75,11 @@ def find_family(name: str) -> Family:
         family = import_object(name, what="model family", kind="family")
         if not isinstance(family, Family):
             raise ConfigError(
-                f"model family '{name}': expected a digenrl.models.family.Family, got {type(family).__name__}"
+                f"model family '{name}': expected a digenrl.models.family.Family, got {family!r}; make one with "
+                "Family(...), or from an existing one with dataclasses.replace(FAMILY, model_class=...)"
             )
+        if missing := family.missing():
+            raise ConfigError(f"model family '{name}': {family.model_class!r} lacks {', '.join(missing)}; add it")
         return family
     if name not in FAMILIES:
         raise ConfigError(

@@ -74,6 +74,10 @@ def build_here(settings: FunctionSettings) -> Reward:
         reward: Reward = target(settings.shown_as, **settings.arguments)
     except TypeError as error:
         raise ConfigError(f"reward '{settings.target}': {one_line(error)}; check its `arguments`") from error
+    if not hasattr(reward, "label"):
+        raise ConfigError(
+            f"reward '{settings.target}': it has no label; call super().__init__(label) in its __init__"
+        )
     return reward
 
 
@@ -90,6 +94,9 @@ def import_target(settings: FunctionSettings) -> Callable[..., Any]:
         )
     if not callable(target):
         raise ConfigError(f"reward '{settings.target}': expected a function or class, got {target!r}")
+    if inspect.isabstract(target):
+        missing = ", ".join(sorted(target.__abstractmethods__))
+        raise ConfigError(f"reward '{settings.target}': the class does not implement {missing}; add it")
     found: Callable[..., Any] = target
     _check_arguments(found, settings)
     return found

@@ -676,6 +676,11 @@ def test_a_family_outside_of_the_package_is_named_by_its_import_path(
         "    family = 'own'\n"
         "OWN = replace(SD3, model_class=OwnModel)\n"
         "NUMBER = 7\n"
+        "from digenrl.models.pipeline_model import PipelineModel\n"
+        "class Unfinished(PipelineModel):\n"
+        "    family, lora_targets, text_encoders = 'unfinished', (), ()\n"
+        "    encode = noise_shape = schedule = decode = SD3Model.encode\n"
+        "UNFINISHED = replace(SD3, model_class=Unfinished)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     family = find_family("own_families:OWN")
@@ -687,6 +692,8 @@ def test_a_family_outside_of_the_package_is_named_by_its_import_path(
     for path, named in (
         ("own_families:OWM", "'OWN'"),
         ("own_families:NUMBER", "Family"),
+        ("own_families:OwnModel", r"got <class 'own_families\.OwnModel'>.*replace"),
+        ("own_families:UNFINISHED", "lacks default_guidance, velocity"),
         ("missing_module:OWN", "missing_module"),
     ):
         with pytest.raises(ConfigError, match=named):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
@@ -114,11 +115,14 @@ def step_pairs() -> StepPairs:
 
 def test_the_model_family_adds_adapters_to_the_mlps(import_example: Importer, tmp_path: Path) -> None:
     import_example("my_package/families.py")
-    path = "my_package.families:SD3_WITH_MLP"
-    read_recipe("sd3_flow_grpo", ["prompts.path=prompts.txt", f"model.family={path}"])
+    page = (DOCS / "extending.md").read_text(encoding="utf-8")
+    command = re.search(r"^digenrl train (\S+) (model\.family=.*)$", page, re.M)
+    assert command is not None
+    recipe = read_recipe(command[1], shlex.split(command[2]))
     make_tiny_pipeline("sd3", tmp_path / "tiny")
-    model = find_family(path).load(tmp_path / "tiny", text_encoders=False)
-    add_lora(model, rank=2, alpha=4, seed=0)
+    model = find_family(recipe.model.family).load(tmp_path / "tiny", text_encoders=False)
+    assert recipe.training.lora is not None
+    add_lora(model, rank=2, alpha=4, seed=0, targets=recipe.training.lora.targets)
     adapted = {name.partition(".lora_")[0] for name in adapter_parameters(model)}
     for layer in ("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2", "attn.to_q"):
         assert any(name.endswith(layer) for name in adapted), layer

@@ -161,9 +161,13 @@ def test_an_evaluation_that_hangs_is_abandoned(tmp_path: Path) -> None:
 
 def test_failures_are_reported_at_once_and_the_same_error_five_times_ends_the_run(tmp_path: Path) -> None:
     quoted = ("a cat", "two dogs", "nothing at all")
-    fails = lambda job: f"sample {job.id} is '{quoted[job.id % 3]}' and broken" if isinstance(job, Score) else None  # noqa: E731
+
+    def fails(job: Job) -> str | None:
+        sample = f"sample {job.id} is '{quoted[job.id % 3]}' at {0x7F5 + 11 * job.id:#x}"
+        return f"{sample} and broken" if isinstance(job, Score) else None
+
     run = FakeRun(tmp_path, fake_recipe(), fails=fails)
-    with pytest.raises(RunGaveUpError, match=r"5 groups in a row .*: sample \d+ is '.*' and broken"):
+    with pytest.raises(RunGaveUpError, match=r"5 groups in a row .*: sample \d+ is '.*' at 0x\w+ and broken"):
         driven(run)
     told = [message for message in run.messages if "so far" in message]
     assert "(1 so far)" in told[0] and "and broken" in told[0]

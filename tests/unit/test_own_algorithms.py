@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from scored_groups import Rollout, scored_groups, toy, trainer_of
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import read_recipe
+from digenrl.models.objective import LossTerms
 from digenrl.planning.facts.recipe_workload import profiled_work
 from digenrl.worker.blueprint import read_blueprint
 
@@ -38,8 +41,37 @@ class PolicyGradient(GroupRelative):
         return LossTerms(scaled_M=terms, fixed_M=None, measures={"log_prob": pairs.log_prob_R.detach()})
 
 
+class Misspelled(GroupRelative):
+    def los(self, pairs):
+        pass
+
+
+class OwnConstructor(PolicyGradient):
+    def __init__(self):
+        pass
+
+
+class NoPairs(PolicyGradient):
+    def loss(self):
+        pass
+
+
+class Underived:
+    settings_type = Settings
+
+
 def not_a_class():
     pass
+
+
+INSTANCE = PolicyGradient(Settings())
+"""
+UNANNOTATED = """
+from digenrl.config.algorithms import AlgorithmSettings
+
+
+class Settings(AlgorithmSettings):
+    strength = 1.0
 """
 NAME = "users_algorithm:PolicyGradient"
 
@@ -47,6 +79,8 @@ NAME = "users_algorithm:PolicyGradient"
 @pytest.fixture(autouse=True)
 def users_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "users_algorithm.py").write_text(MODULE, encoding="utf-8")
+    (tmp_path / "users_settings.py").write_text(UNANNOTATED, encoding="utf-8")
+    (tmp_path / "users_script.py").write_text("import sys\nsys.exit('usage: users_script.py FILE')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
@@ -79,9 +113,39 @@ def test_a_recipe_with_it_is_read_planned_and_built() -> None:
         (NAME, {"strength": -1.0}, "algorithm.options.strength"),
         ("users_algorithm:PolicyGradint", {}, "'PolicyGradient'"),
         ("users_algorithm:not_a_class", {}, "settings_type"),
+        ("users_algorithm:Misspelled", {}, "does not implement loss"),
+        ("users_algorithm:OwnConstructor", {}, r"OwnConstructor\(settings\).*takes \(\)"),
+        ("users_algorithm:NoPairs", {}, r"loss\(self, pairs\).*takes \(self\)"),
+        ("users_algorithm:Underived", {}, "GroupRelative"),
+        ("users_algorithm:INSTANCE", {}, "GroupRelative"),
         ("no_such_package.module:Thing", {}, "'no_such_package'"),
+        ("users_script:Thing", {}, r"SystemExit in .*users_script\.py, line 2: usage"),
+        ("users_settings:Thing", {}, r"users_settings\.py, line 5: .*annotat"),
     ],
 )
 def test_an_error_says_what_is_known(name: str, options: dict[str, float], noun: str) -> None:
     with pytest.raises(ConfigError, match=noun):
         build_algorithm(name, options)
+
+
+@pytest.mark.parametrize(
+    ("returned", "noun"),
+    [
+        (lambda terms_M: terms_M, "LossTerms, got Tensor"),
+        (lambda terms_M: LossTerms(None, None), "both None"),
+        (lambda terms_M: LossTerms(terms_M.mean(), None), r"scaled_M: .*\(\d+,\), got shape \(\)"),
+        (lambda terms_M: LossTerms(terms_M, terms_M[:0]), "fixed_M: .*per term"),
+        (lambda terms_M: LossTerms(terms_M.detach(), None), "scaled_M has no gradient"),
+        (lambda terms_M: LossTerms(terms_M, None, {"share": 0.5}), "measure 'share': .*got float"),
+        (lambda terms_M: LossTerms(terms_M, None, None), "measures by name, got None"),
+    ],
+)
+def test_a_loss_of_the_wrong_form_is_an_error_of_the_algorithm(
+    returned: Callable[[torch.Tensor], Any], noun: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm, model = build_algorithm(NAME), toy()
+    groups = scored_groups(model, algorithm, Rollout(groups=2, steps=6))
+    trainer = trainer_of(model, algorithm, groups)
+    monkeypatch.setattr(type(algorithm), "loss", lambda _, pairs: returned(pairs.advantage_R * pairs.log_prob_R))
+    with pytest.raises(ConfigError, match=f"PolicyGradient.loss: .*{noun}"):
+        trainer.add_group(groups[0])

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.config.rewards.table import parse_reward, parse_rewards
+from digenrl.config.rewards.table import FunctionSettings, parse_reward, parse_rewards
 from digenrl.rewards.building import WeightedReward, build_reward, build_rewards
 from digenrl.rewards.contract import FrameReward, Reward, RewardBatch, RewardError
-from digenrl.rewards.function import FunctionReward
+from digenrl.rewards.function import FunctionReward, import_target
 
 PIXELS = torch.full((3, 1, 3, 8, 8), 0.5)
 PROMPTS = ["a", "b", "c"]
@@ -184,6 +184,15 @@ def test_a_users_class_is_built_with_its_label_and_arguments(
         "        return RewardBatch(tuple(self.gain * float(f.float().mean()) for f in frames))\n"
         "class Other:\n"
         "    pass\n"
+        "class Unscored(FrameReward):\n"
+        "    def score_frame(self, frames, prompts, metadata):\n"
+        "        pass\n"
+        "class Unlabelled(Brightness):\n"
+        "    def __init__(self, label):\n"
+        "        pass\n"
+        "class Listed(FrameReward):\n"
+        "    def score_frames(self, frames, prompts, metadata):\n"
+        "        return [0.0] * len(frames)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     reward = build_reward(parse_reward({"name": "own_class:Brightness", "arguments": {"gain": 2.0}}))
@@ -193,6 +202,14 @@ def test_a_users_class_is_built_with_its_label_and_arguments(
         build_reward(parse_reward({"name": "own_class:Brightness", "arguments": {"gian": 2.0}}))
     with pytest.raises(ConfigError, match=r"'own_class:Other'.*Reward"):
         build_reward(parse_reward("own_class:Other"))
+    unscored = parse_reward("own_class:Unscored")
+    assert isinstance(unscored, FunctionSettings)
+    with pytest.raises(ConfigError, match=r"'own_class:Unscored'.*score_frames"):
+        import_target(unscored)
+    with pytest.raises(ConfigError, match=r"'own_class:Unlabelled'.*super"):
+        build_reward(parse_reward("own_class:Unlabelled"))
+    with pytest.raises(RewardError, match=r"RewardBatch.*, got \[0"):
+        build_reward(parse_reward("own_class:Listed")).score(PIXELS, PROMPTS, METADATA)
 
 
 def test_the_error_for_a_missing_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,14 @@ def test_what_generators_trained_is_in_the_speed_line_and_in_logs() -> None:
     assert "helped 25 %, assisted 50 %" in out.getvalue()
 
 
+def test_skipped_updates_are_in_the_speed_line_and_in_logs() -> None:
+    progress, out = Progress(steps=4), io.StringIO()
+    progress.step(_step(0, skipped_updates=2))
+    assert "2 updates skipped" in _rendered(_dashboard(progress), TerminalSize(110, 30))[3]
+    PlainView(TITLE, Console(file=out, width=40)).step(_step(0, skipped_updates=1))
+    assert "1 update skipped" in out.getvalue()
+
+
 def test_a_lane_shows_its_busy_share_over_ten_steps_and_the_elapsed_time_of_its_slice() -> None:
     opening, states = initial_state_of(), list[SchedulerState]()
     watch(opening, [], after=(AfterEach(lambda event, actions, state: states.append(state)),))

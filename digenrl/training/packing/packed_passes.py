@@ -18,6 +18,7 @@ from torch import Tensor
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.contract import Conditioning
+from digenrl.models.objective import check_loss
 from digenrl.models.parallel.shards import is_sharded
 from digenrl.models.parallel.token_exchange import TokenExchange
 from digenrl.models.passes.compiled import is_compiled
@@ -241,6 +242,7 @@ class PackedPasses:
     def _forward(self, terms: Sequence[Term], context: PassContext) -> PackLoss:
         pairs = self._replay.pairs(terms, context.conditioning, before_updates=context.before_updates)
         terms_of_loss = self._objective.loss(pairs)
+        check_loss(self._objective, terms_of_loss, len(terms))
         weights = [term.weight / context.denominator for term in terms]
         unscaled_M, final_M = self._scale.loss_parts(terms_of_loss)
         loss = PackLoss(
@@ -272,5 +274,4 @@ def shared_rank(ranks: RankGroup | None, exchange: TokenExchange | None) -> Rank
 
 
 def _weighted_sum(values_M: Tensor, weights: list[float]) -> Tensor:
-    assert values_M.shape == (len(weights),), f"{len(weights)} terms, but a loss of shape {tuple(values_M.shape)}"
     return (values_M * to_device_like(torch.tensor(weights, dtype=torch.float64), values_M)).sum()

@@ -8,7 +8,7 @@ function showTimeline(timeline) {
   const lanes = timeline.lanes.map(unpackLane);
   const gantt = {
     canvas: byId("gantt"), painted: document.createElement("canvas"), overview: byId("gantt-overview"), tip: byId("gantt-tip"),
-    kinds: timeline.kinds, steps: timeline.steps, end: Math.max(1, timeline.end), lanes,
+    kinds: timeline.kinds, steps: timeline.steps, start: timeline.start, end: Math.max(timeline.start + 1, timeline.end), lanes,
     layout: ganttRows(lanes), view: { from: 0, to: 1 }, chosen: null,
   };
   gantt.view = initialView(gantt);
@@ -45,26 +45,27 @@ function oncePerFrame(work) {
 
 function timelineLead(gantt) {
   const spans = gantt.lanes.reduce((sum, lane) => sum + lane.count, 0);
-  return `${number(spans)} spans on ${gantt.lanes.length} rows in ${duration(gantt.end)}. Dashed lines are commits: `
+  const part = gantt.start ? `The last ${number(gantt.steps.length)} steps; trace.json has all. ` : "";
+  return `${part}${number(spans)} spans on ${gantt.lanes.length} rows in ${duration(gantt.end - gantt.start)}. Dashed lines are commits: `
     + "after v3, the weights have been updated three times. The share on the right is a lane's busy share of the run.";
 }
 
 // All of a short run; three steps from the middle of a long one, where the schedule is in its steady state.
 function initialView(gantt) {
-  const { steps, end } = gantt;
-  if (steps.length <= 4) return { from: 0, to: end };
+  const { steps, start, end } = gantt;
+  if (steps.length <= 4) return { from: start, to: end };
   const middle = Math.floor(steps.length / 2);
   return padded(gantt, steps[middle - 1][1], steps[middle + 1][2]);
 }
 
 function padded(gantt, from, to) {
   const pad = 0.02 * (to - from);
-  return { from: Math.max(0, from - pad), to: Math.min(gantt.end, to + pad) };
+  return { from: Math.max(gantt.start, from - pad), to: Math.min(gantt.end, to + pad) };
 }
 
 function setView(gantt, from, to) {
-  const width = Math.min(gantt.end, Math.max(NARROWEST_VIEW, to - from));
-  const start = Math.max(0, Math.min(gantt.end - width, from));
+  const width = Math.min(gantt.end - gantt.start, Math.max(NARROWEST_VIEW, to - from));
+  const start = Math.max(gantt.start, Math.min(gantt.end - width, from));
   gantt.view = { from: start, to: start + width };
   hideTip(gantt);
   gantt.repaint();
@@ -74,7 +75,7 @@ function setView(gantt, from, to) {
 // Zooms around the share `at` of the view, which stays in place.
 function zoom(gantt, factor, at = 0.5) {
   const { from, to } = gantt.view;
-  const width = Math.min(gantt.end, Math.max(NARROWEST_VIEW, (to - from) * factor));
+  const width = Math.min(gantt.end - gantt.start, Math.max(NARROWEST_VIEW, (to - from) * factor));
   const fixed = from + at * (to - from);
   setView(gantt, fixed - at * width, fixed + (1 - at) * width);
 }
@@ -117,7 +118,7 @@ function addButtons(gantt) {
     "gantt-out": () => zoom(gantt, 2),
     "gantt-left": () => pan(gantt, -0.5),
     "gantt-right": () => pan(gantt, 0.5),
-    "gantt-whole": () => setView(gantt, 0, gantt.end),
+    "gantt-whole": () => setView(gantt, gantt.start, gantt.end),
   };
   for (const [id, act] of Object.entries(actions)) byId(id).addEventListener("click", act);
 }
@@ -181,7 +182,7 @@ function addOverviewHandlers(gantt) {
   const { overview } = gantt;
   const centre = (event) => {
     const { left, right } = gantt.plot;
-    const time = ((event.offsetX - left) / (right - left)) * gantt.end;
+    const time = gantt.start + ((event.offsetX - left) / (right - left)) * (gantt.end - gantt.start);
     const half = (gantt.view.to - gantt.view.from) / 2;
     setView(gantt, time - half, time + half);
   };
@@ -246,7 +247,7 @@ function addKeyHandlers(gantt) {
       ArrowUp: () => changeLane(gantt, -1), ArrowDown: () => changeLane(gantt, 1),
       "+": () => zoom(gantt, 0.5), "=": () => zoom(gantt, 0.5), "-": () => zoom(gantt, 2),
       "[": () => showStep(gantt, stepInView(gantt) - 1), "]": () => showStep(gantt, stepInView(gantt) + 1),
-      0: () => setView(gantt, 0, gantt.end), Escape: () => choose(gantt, null),
+      0: () => setView(gantt, gantt.start, gantt.end), Escape: () => choose(gantt, null),
     };
     if (!actions[key]) return false;
     actions[key]();

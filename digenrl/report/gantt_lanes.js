@@ -76,13 +76,13 @@ function sharesOverTime(lane, kinds, from, to, bins) {
   return shares;
 }
 
-// The mean busy share of all cards in each of `bins` equal parts of the run; one row of each counts.
-function busyOverTime(rows, end, bins) {
+// The mean busy share of all cards in each of `bins` equal parts of [from, to); one row of each counts.
+function busyOverTime(rows, from, to, bins) {
   const busy = new Float32Array(bins).fill(1);
   const lanes = rows.filter((lane) => lane.counted);
   for (const { idle } of lanes) {
     for (let i = 0; i < idle.count; i++) {
-      forEachBin(idle.start[i], idle.end[i], end / bins, bins, (bin, share) => {
+      forEachBin(idle.start[i] - from, idle.end[i] - from, (to - from) / bins, bins, (bin, share) => {
         busy[bin] -= share / lanes.length;
       });
     }

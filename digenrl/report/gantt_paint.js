@@ -318,15 +318,15 @@ function paintChosen(gantt, pen) {
 
 // The whole run in one strip: how busy all lanes were, and the visible part.
 function paintOverview(gantt) {
-  const { overview, paints, view, end } = gantt;
+  const { overview, paints, view, start, end } = gantt;
   const width = overview.clientWidth;
   const height = overview.clientHeight;
   if (!width) return;
   const pen = sharpPen(overview, width, height);
   const { left, right } = plotWithin(width);
-  const x = (time) => left + (time / end) * (right - left);
+  const x = (time) => left + ((time - start) / (end - start)) * (right - left);
   const bins = Math.floor((right - left) / 2);
-  if (gantt.busy?.length !== bins) gantt.busy = busyOverTime(gantt.lanes, end, bins);
+  if (gantt.busy?.length !== bins) gantt.busy = busyOverTime(gantt.lanes, start, end, bins);
   pen.fillStyle = paints.colours["idle-paper"];
   pen.fillRect(left, 0, right - left, height);
   pen.fillStyle = paints.colours["idle-dot"];

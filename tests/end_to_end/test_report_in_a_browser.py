@@ -21,6 +21,7 @@ from handmade_runs import (
 from handmade_traces import both_trace, large_trace
 from headless_browser import NAMES, Page, browser_page, find_browser
 
+from digenrl.report import timeline
 from digenrl.report.page import write_report as write_report_of
 from digenrl.run_folder.reading import read_run
 from digenrl.worker.clips import write_clip
@@ -298,6 +299,21 @@ def test_a_long_run_opens_on_a_few_steps_and_can_be_seen_whole(page: Page, tmp_p
     legend = page.text("#gantt-legend")
     for words in ("generate, stale weights", "trainer helps generate", "idle: a bubble"):
         assert words in legend
+
+
+def test_a_very_long_run_shows_its_last_steps(page: Page, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = large_trace(generators=12, steps=60)
+    monkeypatch.setattr(timeline, "MOST_SPANS", len(trace.spans) // 2)
+    page.open(write_report(write_run(tmp_path / "run", trace=trace)))
+    shown = timeline.shown_steps(trace)
+    first_s = shown[min(shown)].start_ns / 1e9
+    assert 20 < len(shown) < 40
+    page.click("#gantt-whole")
+    assert page.errors == [] and view(page) == (pytest.approx(first_s), pytest.approx(trace.end_ns / 1e9))
+    page.click("#gantt-left")
+    assert view(page)[0] == pytest.approx(first_s)
+    assert f"The last {len(shown)} steps; trace.json has all." in page.text("#timeline-lead")
+    assert page.evaluate("document.getElementById('gantt-step').options.length") == len(shown)
 
 
 def test_a_run_whose_cards_do_both_shows_who_did_what(page: Page, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from digenrl.config.recipes.recipe import Recipe
 from digenrl.report import curves, headline
 from digenrl.report.content import about, headline_of, prediction_of, techniques, utilisation
 from digenrl.report.grids import choose_evenly, grids
-from digenrl.report.timeline import kinds_in, pack_intervals, timeline
+from digenrl.report.timeline import kinds_in, pack_intervals, shown_steps, timeline
 from digenrl.run_folder.metric_lines import StepRecord
 from digenrl.run_folder.reading import read_run
 from digenrl.telemetry.lane_shares import TimeWindow, lane_shares, mean_busy, steady_window, step_windows
@@ -319,6 +319,21 @@ def test_packed_spans_hold_what_the_trace_holds(tmp_path: Path, trace: Trace) ->
             if each.lane == lane.name
         }
         assert set(unpacked(packed, lane.name)) == expected
+
+
+def test_the_page_of_a_very_long_run_holds_its_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = large_trace()
+    whole, most = step_windows(trace), len(trace.spans) // 2
+    monkeypatch.setattr("digenrl.report.timeline.MOST_SPANS", most)
+    packed = timeline(read_run(write_run(tmp_path / "run", trace=trace)))
+    first = packed["steps"][0][0]
+    assert min(whole) < first and [step for step, *_ in packed["steps"]] == list(range(first, max(whole) + 1))
+    assert packed["start"] == whole[first].start_ns // 1000
+    late = [span for span in trace.spans if span.end_ns > whole[first].start_ns]
+    assert sum(len(unpacked(packed, lane.name)) for lane in trace.lanes) == len(late)
+    assert len(late) <= most + 3 * len(trace.lanes), "and what was running when the first of them began"
+    monkeypatch.setattr("digenrl.report.timeline.MOST_SPANS", 1)
+    assert list(shown_steps(trace)) == [max(whole)]
 
 
 def test_packed_neighbours_stay_adjacent() -> None:

@@ -161,9 +161,10 @@ class Objective(Protocol):
         """One value per term. Rows are independent, except for the two of one term."""
 
 
-def check_loss(objective: Objective, loss: LossTerms, terms: int) -> None:
-    """Raises ConfigError unless a loss has the number of terms, a gradient, and measures of the same shape.
+def check_loss(objective: Objective, loss: LossTerms, terms: int, *, differentiable: bool) -> None:
+    """Raises ConfigError unless a loss has the number of terms and measures of the same shape.
 
+    It must also have a gradient if it is `differentiable`, as it is not in the first stages of a model in stages.
     Algorithms may be code of the user's, which may return anything.
     """
     name = f"algorithm: {type(objective).__name__}.loss"
@@ -183,7 +184,7 @@ def check_loss(objective: Objective, loss: LossTerms, terms: int) -> None:
             got = type(values).__name__ if shape is None else f"shape {shape}"
             raise ConfigError(f"{name}: {key}: expected a tensor with one value per term, ({terms},), got {got}")
     for key, part in given.items():
-        if not part.requires_grad:
+        if differentiable and not part.requires_grad:
             raise ConfigError(
                 f"{name}: {key} has no gradient; compute it from log_prob_R, mean_RL or velocity_RL, not detached"
             )

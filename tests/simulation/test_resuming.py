@@ -16,11 +16,11 @@ from digenrl.loop import drive
 from digenrl.records import Action, Generate, Generated, Job, Publish, Tick
 from digenrl.scheduling import SchedulerState, decide, initial_state
 from digenrl.scheduling.invariants import Auditor
-from digenrl.simulation.prediction import ActionLog
 from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import Span, Work
+from simulation.action_log import ActionLog
 
 HELPS = ("none", "greedy", "search", "auto")
 

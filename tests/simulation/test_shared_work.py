@@ -41,13 +41,13 @@ from digenrl.simulation.answer import bound_seconds
 from digenrl.simulation.both_directions import initial_shared_state
 from digenrl.simulation.makespan import predict_makespan, with_best_slice
 from digenrl.simulation.piece_search import improved
-from digenrl.simulation.prediction import ActionLog
 from digenrl.simulation.quotas import Margins, QuotaPlanner
 from digenrl.simulation.shared_work import best_rules, commit_ends_ns
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.step_forecast import StepForecast
 from digenrl.simulation.virtual_cluster import VirtualCluster
+from simulation.action_log import ActionLog
 
 SECOND = 1_000_000_000
 # Two equal cards: a sample takes 2 s to generate and 3 s to train, a change of role half a second.

@@ -242,7 +242,7 @@ class PackedPasses:
     def _forward(self, terms: Sequence[Term], context: PassContext) -> PackLoss:
         pairs = self._replay.pairs(terms, context.conditioning, before_updates=context.before_updates)
         terms_of_loss = self._objective.loss(pairs)
-        check_loss(self._objective, terms_of_loss, len(terms))
+        check_loss(self._objective, terms_of_loss, len(terms), differentiable=pairs.velocity_RL.requires_grad)
         weights = [term.weight / context.denominator for term in terms]
         unscaled_M, final_M = self._scale.loss_parts(terms_of_loss)
         loss = PackLoss(

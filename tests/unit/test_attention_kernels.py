@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config as compiler
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.attention import CANDIDATES, choose_kernels, described, fixed_kernels
 from digenrl.config.recipes.files import read_recipe
 from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.passes import attention_trial
 from digenrl.models.passes.attention import without_copies
-from digenrl.models.passes.attention_trial import try_kernels
+from digenrl.models.passes.attention_trial import main, try_kernels
+from digenrl.models.passes.determinism import WORKSPACE, use_deterministic_kernels
 from digenrl.models.passes.forward_record import AttentionCall, record_forward
 from digenrl.models.registry import FAMILIES
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
@@ -106,28 +110,31 @@ def test_a_kernel_that_crashes_the_trial_is_left_out_and_the_others_are_tried(tm
     assert tried == {kind: {"flash": 2.5, "cudnn": 2.5} for kind in ("rollout", "replay")}
 
 
-def test_deterministic_kernels_are_those_that_are_tried(tmp_path: Path) -> None:
-    """In a process of its own: the compiler and torch keep these settings."""
-    stub = tmp_path / "stub.py"
-    stub.write_text(
-        "import sys, torch\n"
-        "seconds = 1 + torch.load(sys.argv[1], weights_only=True)['deterministic']\n"
-        "for _ in sys.argv[3:]:\n"
-        "    print(f'{{\"seconds\": {seconds}}}', flush=True)\n"
-    )
-    script = f"""
-import sys, torch
-from torch._inductor import config
-from digenrl.models.passes.attention_trial import try_kernels
-from digenrl.models.passes.determinism import use_deterministic_kernels
-def tried():
-    return try_kernels({{"rollout": []}}, torch.device("cpu"), [sys.executable, {str(stub)!r}])["rollout"]["math"]
-assert tried() == 1
-use_deterministic_kernels()
-assert tried() == 2
-assert config.deterministic and not config.triton.autotune_pointwise
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Inside, this process uses deterministic kernels."""
+    monkeypatch.setenv(WORKSPACE, ":4096:8")
+    before = compiler.deterministic, compiler.triton.autotune_pointwise
+    use_deterministic_kernels()
+    yield
+    torch.use_deterministic_algorithms(False)
+    compiler.deterministic, compiler.triton.autotune_pointwise = before
+
+
+def test_deterministic_kernels_are_chosen_without_timing_and_are_those_that_are_tried(
+    deterministic: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert compiler.deterministic and not compiler.triton.autotune_pointwise
+    tried: list[bool] = []
+
+    def trial(command: Sequence[str], _timeout_s: float) -> tuple[list[dict[str, Any]], str]:
+        main(command[-6], command[-5])  # of this process, without kernels to try
+        tried.append(torch.load(command[-6], weights_only=True)["deterministic"])
+        return [{"seconds": 1.0}] * 4, ""
+
+    monkeypatch.setattr(attention_trial, "_run", trial)
+    assert try_kernels({"rollout": [PLAIN]}, CPU) == {"rollout": dict.fromkeys(CANDIDATES, 1.0)}
+    assert tried == [True] and torch.are_deterministic_algorithms_enabled()
 
 
 def test_cudnn_gets_its_inputs_without_copies_and_gradients_of_one_layout(monkeypatch: pytest.MonkeyPatch) -> None:

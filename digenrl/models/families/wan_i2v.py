@@ -188,7 +188,7 @@ class WanImageToVideoModel(WanModel):
 
 
 def own_sources(transformer: Mapping[str, Any], pipeline: Mapping[str, Any]) -> SourceCount:
-    """Wan2.2 5B takes the first frame, Wan2.1 the first or both, Wan2.2 A14B one or both."""
+    """Wan2.1 FLF2V takes the first and the last frame, other Wan2.1 and Wan2.2 5B the first, A14B one or both."""
     if transformer.get("pos_embed_seq_len") is not None:
         return SourceCount(2, 2)
     only_first = transformer.get("image_dim") is not None or pipeline.get("expand_timesteps")

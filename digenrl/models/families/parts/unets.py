@@ -54,8 +54,8 @@ class UNetModel(PipelineModel):
             )
         if not hasattr(scheduler, "alphas_cumprod"):  # `beta_schedule` may be left from another scheduler
             raise ConfigError(
-                f"{self.family}: the pipeline's {type(scheduler).__name__} has no `beta_schedule`; "
-                "models with other noise levels, such as those of EDM, are not supported"
+                f"{self.family}: the pipeline's {type(scheduler).__name__} does not compute noise levels "
+                "from betas; models with other levels, such as those of EDM, are not supported"
             )
         if self.pipeline.unet.config.get("time_cond_proj_dim"):
             raise ConfigError(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from digenrl.stages import channels
 from digenrl.stages.chain import ChainStage
 from digenrl.stages.channels import LinkError
 from digenrl.stages.codec_choice import Codec, LinkCodecs
@@ -54,14 +55,21 @@ def train_small_chain(
     settings: LinkSettings,
     steps: int,
     pause_s: float = 0.0,
+    queued_s: float = 0.0,
 ) -> dict[str, Any]:
-    """Losses, gradients and bytes of a stage after some steps."""
+    """Losses, gradients and bytes of a stage after some steps.
+
+    The last stage pauses in some forwards. In the first one, the first message is queued on the device for a while.
+    """
     first, end = bounds[ranks.rank.index], bounds[ranks.rank.index + 1]
     modules = small_chain()[first:end]
     if end == len(small_chain()) and pause_s:
         modules[0].register_forward_pre_hook(
             lambda module, given: time.sleep(pause_s if len(given[0]) == 3 else 0)
         )
+    if queued_s and first == 0:
+        end_s = time.monotonic() + queued_s
+        channels.when_computed = lambda device: lambda: time.monotonic() > end_s
     inputs, targets = small_batches(7)
     with connect_stages(settings) as links:
         stage = ChainStage(modules, links, functional.mse_loss, in_flight=in_flight)

@@ -1,7 +1,8 @@
 """One direction of a link between two stages: a thread that sends, and on the other side one that receives.
 
 A message is sent in small pieces, and an idle sender sends a sign of life four times per deadline. So a receiver
-that gets nothing for a whole deadline knows that the link, or the stage behind it, is lost.
+that gets nothing for a whole deadline knows that the link, or the stage behind it, is lost. A sender is also idle
+while the device still computes what it is to send.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Thread
-from time import perf_counter
+from time import monotonic, perf_counter, sleep
 
 import torch
 import torch.distributed as dist
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from digenrl.stages.codec_choice import Codec
 from digenrl.stages.messages import Packed, States, pack, unpack
+from digenrl.stages.device_streams import beside_computing, used_for_computing, when_computed
 from digenrl.stages.pacing import PacedLink
 
 PIECE_BYTES = 1 << 20
 SIGNS_PER_DEADLINE = 4
+POLL_S = 5e-4
 MESSAGE, SIGN_OF_LIFE, CLOSED = range(3)
 
 
@@ -50,18 +53,23 @@ class Sender:
     """
 
     def __init__(
-        self, wire: Wire, codec: Codec, pace: PacedLink | None, report: Callable[[LinkError], None]
+        self,
+        wire: Wire,
+        device: torch.device,
+        codec: Codec,
+        pace: PacedLink | None,
+        report: Callable[[LinkError], None],
     ) -> None:
         self.codec = codec
         self.messages = self.sent_values = self.sent_bytes = 0
-        self._wire, self._pace, self._report = wire, pace, report
-        self._waiting: queue.SimpleQueue[tuple[int, States] | None] = queue.SimpleQueue()
+        self._wire, self._device, self._pace, self._report = wire, device, pace, report
+        self._waiting: queue.SimpleQueue[tuple[int, States, Callable[[], bool]] | None] = queue.SimpleQueue()
         self._thread = Thread(target=self._run, name=f"send {wire.name}", daemon=True)
         self._thread.start()
 
     def put(self, index: int, states: States) -> None:
         """Sends the states of a micro-batch; does not wait."""
-        self._waiting.put((index, states))
+        self._waiting.put((index, states, when_computed(self._device)))
 
     def put_last(self) -> None:
         """Tells the other side, after what is waiting, that nothing follows; does not wait."""
@@ -74,21 +82,38 @@ class Sender:
 
     def _run(self) -> None:
         try:
-            while True:
-                try:
-                    item = self._waiting.get(timeout=self._wire.deadline_s / SIGNS_PER_DEADLINE)
-                except queue.Empty:
-                    self._send_header(SIGN_OF_LIFE)
-                    continue
-                if item is None:
-                    self._send_header(CLOSED)
-                    return
-                index, states = item
-                self._send(index, pack(states, self.codec))
-                self.messages += 1
-                self.sent_values += sum(value.numel() for value in states if value is not None)
+            with beside_computing(self._device):
+                self._send_all()
         except Exception as error:  # a thread has nobody above it
             self._report(self._wire.error(_first_line(error)))
+
+    def _send_all(self) -> None:
+        while True:
+            try:
+                item = self._waiting.get(timeout=self._sign_s)
+            except queue.Empty:
+                self._send_header(SIGN_OF_LIFE)
+                continue
+            if item is None:
+                self._send_header(CLOSED)
+                return
+            index, states, computed = item
+            self._wait_until(computed)
+            self._send(index, pack(states, self.codec))
+            self.messages += 1
+            self.sent_values += sum(value.numel() for value in states if value is not None)
+
+    @property
+    def _sign_s(self) -> float:
+        return self._wire.deadline_s / SIGNS_PER_DEADLINE
+
+    def _wait_until(self, computed: Callable[[], bool]) -> None:
+        last = monotonic()
+        while not computed():
+            if monotonic() - last > self._sign_s:
+                self._send_header(SIGN_OF_LIFE)
+                last = monotonic()
+            sleep(POLL_S)
 
     def _send(self, index: int, packed: Packed) -> None:
         description = torch.frombuffer(bytearray(packed.description), dtype=torch.uint8)
@@ -133,20 +158,24 @@ class Receiver:
 
     def _run(self) -> None:
         try:
-            while True:
-                kind, index, description_bytes, payload_bytes = self._receive(4, torch.int64).tolist()
-                if kind == CLOSED:
-                    self._report(self._wire.error("the other stage has closed it"))
-                    return
-                if kind == MESSAGE:
-                    began = perf_counter()
-                    description = bytes(self._receive(description_bytes, torch.uint8).tolist())
-                    packed = Packed(description, self._receive(payload_bytes, torch.uint8))
-                    self.receiving_s += perf_counter() - began
-                    self.received_bytes += description_bytes + payload_bytes
-                    self._deliver(index, unpack(packed, self._device))
+            with beside_computing(self._device):
+                self._receive_all()
         except Exception as error:  # a thread has nobody above it
             self._report(self._wire.error(_first_line(error)))
+
+    def _receive_all(self) -> None:
+        while True:
+            kind, index, description_bytes, payload_bytes = self._receive(4, torch.int64).tolist()
+            if kind == CLOSED:
+                self._report(self._wire.error("the other stage has closed it"))
+                return
+            if kind == MESSAGE:
+                began = perf_counter()
+                description = bytes(self._receive(description_bytes, torch.uint8).tolist())
+                packed = Packed(description, self._receive(payload_bytes, torch.uint8))
+                self.receiving_s += perf_counter() - began
+                self.received_bytes += description_bytes + payload_bytes
+                self._deliver(index, used_for_computing(unpack(packed, self._device)))
 
     def _receive(self, count: int, dtype: torch.dtype) -> Tensor:
         whole = torch.empty(count, dtype=dtype)

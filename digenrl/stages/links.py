@@ -161,12 +161,16 @@ class StageLinks:
         backward = Wire(f"stage {link + 1} -> stage {link}", down, peer, settings.deadline_s)
         report: Callable[[LinkError], None] = self._arrived.put
         if before:
-            self._senders["forward"] = Sender(forward, settings.codecs.activations, settings.pace(), report)
+            self._senders["forward"] = Sender(
+                forward, self.device, settings.codecs.activations, settings.pace(), report
+            )
             self._receivers["backward"] = Receiver(
                 backward, self.device, partial(self._deliver, "backward"), report
             )
         else:
-            self._senders["backward"] = Sender(backward, settings.codecs.gradients, settings.pace(), report)
+            self._senders["backward"] = Sender(
+                backward, self.device, settings.codecs.gradients, settings.pace(), report
+            )
             self._receivers["forward"] = Receiver(forward, self.device, partial(self._deliver, "forward"), report)
 
     def _deliver(self, direction: Direction, index: int, states: States) -> None:

@@ -58,9 +58,12 @@ def test_stages_have_the_gradient_of_one_process(
     assert stages[-1]["sent"] == {"backward": sent}
 
 
-def test_a_stage_that_computes_for_longer_than_the_deadline_is_not_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize("seconds", [(2.0, 0.0), (0.0, 2.0)], ids=["in a forward", "queued on the device"])
+def test_a_stage_that_computes_for_longer_than_the_deadline_is_not_lost(
+    seconds: tuple[float, float], tmp_path: Path
+) -> None:
     settings = LinkSettings(deadline_s=1.5)
-    stages = on_ranks(2, tmp_path, train_small_chain, (0, 5, 6), 1, settings, 1, 2.0)
+    stages = on_ranks(2, tmp_path, train_small_chain, (0, 5, 6), 1, settings, 1, *seconds)
     assert [float(loss) for loss in stages[1]["losses"][0]] == one_process(1)[0]
 
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from digenrl.stages.codec_choice import Codec
-from digenrl.stages.messages import Packed, States, pack, unpack
 from digenrl.stages.device_streams import beside_computing, used_for_computing, when_computed
+from digenrl.stages.messages import Packed, States, pack, unpack
 from digenrl.stages.pacing import PacedLink
 
 PIECE_BYTES = 1 << 20

@@ -19,7 +19,7 @@ def beside_computing(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
         yield
 
 
@@ -27,7 +27,7 @@ def when_computed(device: torch.device) -> Callable[[], bool]:
     """Tells whether the device has computed all that this thread has given it so far."""
     if device.type != "cuda":
         return lambda: True
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record(torch.cuda.current_stream(device))
     return event.query
 

@@ -59,7 +59,7 @@ def train_small_chain(
 ) -> dict[str, Any]:
     """Losses, gradients and bytes of a stage after some steps.
 
-    The last stage pauses in some forwards. In the first one, the first message is queued on the device for a while.
+    The last stage pauses in some forwards. The first stage's device takes a while before its first message.
     """
     first, end = bounds[ranks.rank.index], bounds[ranks.rank.index + 1]
     modules = small_chain()[first:end]

@@ -119,7 +119,7 @@ class Profile(Frozen):
 
     @property
     def slice_seconds(self) -> dict[int, float]:
-        """NonNegativeSeconds on one lane by slice size, in ascending order."""
+        """Seconds on one lane by slice size, in ascending order."""
         return {size: self.slices[size].seconds for size in sorted(self.slices)}
 
     @property

@@ -50,7 +50,7 @@ class GroupRelative(ABC):
 
     @property
     def scale_over(self) -> Literal["group", "batch"]:
-        return self.settings.advantage.std_over
+        return "batch" if self.settings.advantage.std_over == "batch" else "group"
 
     @property
     def clamp(self) -> float:
@@ -83,7 +83,7 @@ class GroupRelative(ABC):
         if not has_spread(rewards):
             zeros = tuple(0.0 for _ in rewards)
             return Advantages(zeros, self.chosen(zeros) if self.zero_spread_groups == "trained" else ())
-        if self.scale_over == "group":
+        if self.settings.advantage.std_over == "group":
             divisor = std_of(rewards, self.settings.advantage.ddof) + self.settings.advantage.eps
             advantages = tuple(advantage / divisor for advantage in advantages)
         return Advantages(advantages, self.chosen(advantages))

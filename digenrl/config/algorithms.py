@@ -26,6 +26,7 @@ from digenrl.config.recipes.windows import (
 )
 
 KlForm = Literal["exact", "flow_grpo_image"]
+StdOver = Literal["group", "batch", "none"]
 Levels = Literal["first", "random", "logit_normal"]
 TRAINING_LEVELS = 1000  # noise levels that logit-normal draws choose from
 
@@ -42,9 +43,13 @@ class Needs:
 
 
 class AdvantageSettings(Frozen):
-    """How rewards are normalised: by the std of a group or of the whole batch, then clamped to +-`clamp`."""
+    """How rewards are normalised: by the std of a group or of the whole batch, then clamped to +-`clamp`.
 
-    std_over: Literal["group", "batch"] = "group"
+    With `std_over: none`, advantages are the deviations from the group's mean. With `reward_sum: normalised`, they
+    are then the sum of the advantages of several rewards.
+    """
+
+    std_over: StdOver = "group"
     ddof: Literal[0, 1] = 0
     eps: float = Field(default=1e-4, gt=0)
     clamp: float = Field(default=5.0, gt=0)
@@ -53,13 +58,13 @@ class AdvantageSettings(Frozen):
 class WholeBatchStd(AdvantageSettings):
     """Flow-GRPO's defaults."""
 
-    std_over: Literal["group", "batch"] = "batch"
+    std_over: StdOver = "batch"
 
 
 class GroupStd(WholeBatchStd):
     """GRPO-Guard's defaults: each group's own std."""
 
-    std_over: Literal["group", "batch"] = "group"
+    std_over: StdOver = "group"
 
 
 class GroupSampleStd(AdvantageSettings):

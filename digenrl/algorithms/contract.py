@@ -77,6 +77,9 @@ class GroupRelative(ABC):
     def levels(self) -> Levels:
         return self.settings.levels if isinstance(self.settings, RenoisedSettings) else "first"
 
+    def drawn_levels(self, steps: int) -> int:
+        return self.settings.drawn_levels(steps) if isinstance(self.settings, RenoisedSettings) else steps
+
     def group_advantages(self, rewards: Sequence[float]) -> Advantages:
         checked_rewards(rewards)
         advantages = centered(rewards)

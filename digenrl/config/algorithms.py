@@ -330,8 +330,8 @@ class RenoisedSettings(AlgorithmSettings):
         if self.levels in ("random", "stratified") and count > self.drawn_levels(steps):
             raise ConfigError(
                 f"algorithm.options.drawn_fraction: {self.drawn_fraction} of {steps} steps are "
-                f"{self.drawn_levels(steps)} levels, and trained_fraction {self.trained_fraction} asks for {count} "
-                "of them; raise the first or lower the second"
+                f"{self.drawn_levels(steps)} levels, and trained_fraction {self.trained_fraction} asks for {count}"
+                " of them; raise the first or lower the second"
             )
         return count
 

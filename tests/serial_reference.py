@@ -155,7 +155,7 @@ class SerialReference:
         self, group: ScoredGroup, trajectories: Sequence[Trajectory], advantages: Sequence[float], step: int
     ) -> RenoisedPairs:
         """Final latents noised to one level with the same noise, and the conditional velocities there."""
-        schedule, place = noise_level(trajectories[0], step, self.objective.levels, self.draw_noise)
+        schedule, place = noise_level(trajectories[0], step, self.objective, self.draw_noise)
         final_RL = torch.stack([t.final_L for t in trajectories if t.final_L is not None])
         noise_L = self.draw_noise(trajectories[0].sample, f"renoise {step}", final_RL.shape[1:])
         noise_RL = torch.stack([noise_L for _ in trajectories]).to(final_RL)

@@ -1,8 +1,8 @@
 """From a group's rewards to advantages: A = (r - mean of group) / (std + eps), clamped to +-clamp.
 
-The std is over the group or over the whole batch. The std of a batch does not prevent streaming: every loss is
-homogeneous in the advantages, apart from terms that do not depend on them. Training can start with r - mean, and
-the accumulated gradient is scaled by 1 / (std + eps) when the batch is complete.
+The std is over the group or over the whole batch, or nothing is divided. The std of a batch does not prevent
+streaming: every loss is homogeneous in the advantages, apart from terms that do not depend on them. Training can
+start with r - mean, and the accumulated gradient is scaled by 1 / (std + eps) when the batch is complete.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class GroupRelative(ABC):
 
     @property
     def scale_over(self) -> Literal["group", "batch"]:
-        return self.settings.advantage.std_over
+        return "batch" if self.settings.advantage.std_over == "batch" else "group"
 
     @property
     def clamp(self) -> float:
@@ -77,13 +77,16 @@ class GroupRelative(ABC):
     def levels(self) -> Levels:
         return self.settings.levels if isinstance(self.settings, RenoisedSettings) else "first"
 
+    def drawn_levels(self, steps: int) -> int:
+        return self.settings.drawn_levels(steps) if isinstance(self.settings, RenoisedSettings) else steps
+
     def group_advantages(self, rewards: Sequence[float]) -> Advantages:
         checked_rewards(rewards)
         advantages = centered(rewards)
         if not has_spread(rewards):
             zeros = tuple(0.0 for _ in rewards)
             return Advantages(zeros, self.chosen(zeros) if self.zero_spread_groups == "trained" else ())
-        if self.scale_over == "group":
+        if self.settings.advantage.std_over == "group":
             divisor = std_of(rewards, self.settings.advantage.ddof) + self.settings.advantage.eps
             advantages = tuple(advantage / divisor for advantage in advantages)
         return Advantages(advantages, self.chosen(advantages))

@@ -26,7 +26,8 @@ from digenrl.config.recipes.windows import (
 )
 
 KlForm = Literal["exact", "flow_grpo_image"]
-Levels = Literal["first", "random", "logit_normal"]
+StdOver = Literal["group", "batch", "none"]
+Levels = Literal["first", "random", "stratified", "logit_normal"]
 TRAINING_LEVELS = 1000  # noise levels that logit-normal draws choose from
 
 
@@ -42,9 +43,13 @@ class Needs:
 
 
 class AdvantageSettings(Frozen):
-    """How rewards are normalised: by the std of a group or of the whole batch, then clamped to +-`clamp`."""
+    """How rewards are normalised: by the std of a group or of the whole batch, then clamped to +-`clamp`.
 
-    std_over: Literal["group", "batch"] = "group"
+    With `std_over: none`, advantages are the deviations from the group's mean. With `reward_sum: normalised`, they
+    are then the sum of the advantages of several rewards.
+    """
+
+    std_over: StdOver = "group"
     ddof: Literal[0, 1] = 0
     eps: float = Field(default=1e-4, gt=0)
     clamp: float = Field(default=5.0, gt=0)
@@ -53,13 +58,13 @@ class AdvantageSettings(Frozen):
 class WholeBatchStd(AdvantageSettings):
     """Flow-GRPO's defaults."""
 
-    std_over: Literal["group", "batch"] = "batch"
+    std_over: StdOver = "batch"
 
 
 class GroupStd(WholeBatchStd):
     """GRPO-Guard's defaults: each group's own std."""
 
-    std_over: Literal["group", "batch"] = "group"
+    std_over: StdOver = "group"
 
 
 class GroupSampleStd(AdvantageSettings):
@@ -289,8 +294,10 @@ class FlashGrpoSettings(PolicyLossSettings):
 class RenoisedSettings(AlgorithmSettings):
     """Training from the final latents of Euler rollouts, noised again to int(`trained_fraction` * N) levels.
 
-    They are the `first` levels of the schedule without its last, a `random` subset of all its levels per sample,
-    or drawn from a `logit_normal` distribution over `TRAINING_LEVELS` levels, anew for every term.
+    They are the `first` levels of the schedule without its last, a `random` subset of its levels per sample,
+    `stratified`, one random level from each of as many equal parts, or drawn from a `logit_normal` distribution
+    over `TRAINING_LEVELS` levels, anew for every term. `random` and `stratified` levels are drawn from the first
+    int(`drawn_fraction` * N) levels.
     """
 
     replays: ClassVar[Literal["steps", "renoised"]] = "renoised"
@@ -298,6 +305,20 @@ class RenoisedSettings(AlgorithmSettings):
 
     trained_fraction: float = Field(default=0.99, gt=0, le=1)
     levels: Levels = "first"
+    drawn_fraction: float = Field(default=1.0, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _a_fraction_is_drawn_from(self) -> RenoisedSettings:
+        if self.drawn_fraction < 1 and self.levels not in ("random", "stratified"):
+            raise ValueError(
+                f"drawn_fraction: {self.drawn_fraction}, but with levels: {self.levels} nothing is drawn from the "
+                "levels of the schedule; set levels to random or stratified, or leave it out"
+            )
+        return self
+
+    def drawn_levels(self, steps: int) -> int:
+        """From how many levels of a schedule, the first ones, those of a sample are drawn."""
+        return int(self.drawn_fraction * steps)
 
     def trained_steps(self, steps: int, window: Window | None = None) -> int:
         count = min(int(self.trained_fraction * steps), steps - 1 if self.levels == "first" else steps)
@@ -305,6 +326,12 @@ class RenoisedSettings(AlgorithmSettings):
             raise ConfigError(
                 f"algorithm.options.trained_fraction: {self.trained_fraction} of {steps} steps leaves none to "
                 "train; raise either"
+            )
+        if self.levels in ("random", "stratified") and count > self.drawn_levels(steps):
+            raise ConfigError(
+                f"algorithm.options.drawn_fraction: {self.drawn_fraction} of {steps} steps are "
+                f"{self.drawn_levels(steps)} levels, and trained_fraction {self.trained_fraction} asks for {count}"
+                " of them; raise the first or lower the second"
             )
         return count
 

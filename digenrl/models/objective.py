@@ -139,6 +139,9 @@ class Objective(Protocol):
     def levels(self) -> Levels:
         """To which noise levels final latents are noised, if the objective replays those."""
 
+    def drawn_levels(self, steps: int) -> int:
+        """From how many levels of a schedule, the first ones, `random` and `stratified` levels are drawn."""
+
     def group_advantages(self, rewards: Sequence[float]) -> Advantages:
         """The advantages of one group's samples; raises if a reward is not finite."""
 

@@ -130,6 +130,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     window = recipe.window
     with errors_about("sample.window"):
         window.check(recipe.sample.denoising_steps)
+    algorithm.settings.trained_steps(recipe.sample.denoising_steps, window)  # raises if there are none
     _check_noise(recipe, window, algorithm)
     _check_sampler(recipe, algorithm)
     _check_pairs(recipe, family, algorithm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 from serial_reference import batch_advantages
@@ -105,6 +106,23 @@ def test_gdpo_is_normalised_rewards_divided_by_the_std_of_the_batch():
     std = math.sqrt((4 + 4 + 0 + 0) / 4)
     advantages = batch_advantages(flow, [first, second])
     assert advantages == [pytest.approx((-2 / std, 2 / std)), pytest.approx((0.0, 0.0))]
+
+
+def test_without_a_std_normalised_rewards_are_the_sum_of_each_rewards_advantages():
+    # As MixGRPO adds them up: (r - mean) / (sample std + 1e-8) of each reward, times its weight, clamped once.
+    scores, weights = [[0.0, 1.0, 5.0], [0.3, 0.1, 0.2]], [1.0, 0.5]
+    expected = [0.0, 0.0, 0.0]
+    for reward, weight in zip(scores, weights, strict=True):
+        std = statistics.stdev(reward) + 1e-8
+        deviations = [score - statistics.fmean(reward) for score in reward]
+        expected = [sum_ + weight * each / std for sum_, each in zip(expected, deviations, strict=True)]
+    mix = build_algorithm("mix_grpo", {"advantage": {"std_over": "none"}})
+    advantages = mix.settings.advantage
+    rewards = normalised_sum(scores, weights, advantages.ddof, advantages.eps)
+    assert batch_advantages(mix, [rewards])[0] == pytest.approx(expected)
+    assert mix.scale_over == "group", "groups do not wait for each other"
+    clamped = build_algorithm("flow_grpo", {"advantage": {"std_over": "none", "clamp": 2}})
+    assert batch_advantages(clamped, [[0.0, 1.0, 8.0]])[0] == (-2.0, -2.0, 2.0)
 
 
 def test_a_group_of_one_is_an_error():

@@ -81,6 +81,17 @@ def test_logit_normal_levels_come_from_a_schedule_of_a_thousand(model_and_row):
             "sample.noise.log_prob",
             "decoupled",
         ),
+        (["sample.window={kind: none}"], "sample.window", "no step to train"),
+        (
+            ["algorithm={name: diffusion_nft, options: {trained_fraction: 0.01}}"],
+            "algorithm.options.trained_fraction",
+            "leaves none to train",
+        ),
+        (
+            ["algorithm={name: awm, options: {levels: stratified, drawn_fraction: 0.5}}"],
+            "algorithm.options.drawn_fraction",
+            "raise the first",
+        ),
         (
             ["algorithm.options={updates_per_batch: 30, updates_of: samples}"],
             "algorithm.options.updates_per_batch",

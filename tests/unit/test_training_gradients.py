@@ -138,7 +138,7 @@ def test_a_loss_against_data_trains_the_conditional_velocity_of_guided_samples(n
     assert relative_difference(trainer.gradient(), expected) < TOLERANCE
 
 
-@pytest.mark.parametrize("levels", ["random", "logit_normal"])
+@pytest.mark.parametrize("levels", ["random", "stratified", "logit_normal"])
 @pytest.mark.parametrize("name", ["diffusion_nft", "flow_dpo"])
 def test_drawn_levels_give_the_serial_gradient_for_any_pack(name, levels):
     case = Case(name, options={"levels": levels})

@@ -92,7 +92,7 @@ class Replay:
         """The schedule of each row of a term, and the row's place in it; rows that are compared share theirs."""
         if self.objective.replays == "steps":
             return [(trajectory.plan.schedule, term.step) for trajectory in term.trajectories]
-        place = noise_level(term.trajectories[0], term.step, self.objective.levels, self._draw_noise)
+        place = noise_level(term.trajectories[0], term.step, self.objective, self._draw_noise)
         return [place] * len(term.trajectories)
 
     def _step_pairs(self, rows: _Rows, before_updates: bool) -> StepPairs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from threading import Event, Thread
@@ -70,6 +71,9 @@ def test_workers_of_a_machine_load_to_gpus_one_after_the_other(
     device: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)  # a user without a name, as in a container
+    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(variable, raising=False)
     order: list[str] = []
     entered = Event()
 

@@ -375,8 +375,9 @@ def out_of_memory(ranks, lora):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "velocity", full)
-        with pytest.raises(ConfigError, match=r"3 terms on rank . of 2.*training.pack_size"):
+        with pytest.raises(ConfigError, match=r"3 terms on rank . of 2.*training.pack_size") as raised:
             trainer.add_group(groups[0])
+        assert ("sum_in_order" in str(raised.value)) == (not lora), "adapters are added as integers"
     with pytest.raises(RuntimeError, match="failed"):
         trainer.add_group(groups[0])
 

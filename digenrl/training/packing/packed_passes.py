@@ -245,6 +245,8 @@ class PackedPasses:
 
     def _out_of_memory(self, terms: int) -> ConfigError:
         fewer = "lower training.pack_size" if terms > 1 else "use more cards (lanes.ranks) or smaller samples"
+        if self._shards_gradients:  # groups that arrive early have gradients of their own
+            fewer += ", set training.sum_in_order: false"
         return ConfigError(
             f"out of memory in a pack of {terms} terms on {self._rank}, and ranks of a sharded model, in stages, "
             f"or with lanes.cards_per_replica, cannot halve packs; {fewer}, or set "

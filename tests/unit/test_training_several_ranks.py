@@ -111,14 +111,16 @@ def model_and_batch(name, lora):
 
 def gradients_of_all(ranks, lora):
     found = {}
-    for name in ALGORITHMS:
+    for number, name in enumerate(ALGORITHMS):
         algorithm, model, groups = model_and_batch(name, lora)
         if not lora:
             shard_model(model, ranks)
         trainer = trainer_of(model, algorithm, groups, TrainerSettings(pack_size=4), ranks=ranks)
-        for group in groups:
-            trainer.add_group(group)
-        gradient = trainer.gradient()
+        with pytest.MonkeyPatch.context() as patch:  # summed over ranks by the last pack, or by every one
+            patch.setattr("digenrl.training.packing.packed_passes.LARGEST_WHOLE_GRADIENT", number % 2)
+            for group in groups:
+                trainer.add_group(group)
+            gradient = trainer.gradient()
         found[name] = gradient if lora else gather_to_first_rank(trainer.policies.model_parameters, gradient)
     return found
 

@@ -3,10 +3,10 @@ it is to load a model through it."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from getpass import getuser
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
@@ -47,6 +47,7 @@ def loading_in_turn(device: str) -> Iterator[None]:
         return
     import fcntl  # only on systems that have GPUs for training
 
-    with (Path(tempfile.gettempdir()) / f"digenrl-{getuser()}.loading").open("w") as lock:
+    # By number: in a container, a user may have no name.
+    with (Path(tempfile.gettempdir()) / f"digenrl-{os.getuid()}.loading").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -16,7 +16,7 @@ from digenrl.planning.facts.constants import CONSTANTS
 from digenrl.planning.facts.model_facts import BYTES_BF16, ForwardWork
 from digenrl.planning.facts.workload import Workload
 from digenrl.planning.memory import (
-    SHARDED_BYTES_PER_PARAMETER,
+    STATE_BYTES_PER_PARAMETER,
     SUM_BYTES_PER_PARAMETER,
     helper_fits_with_training,
 )
@@ -202,7 +202,7 @@ def switch_seconds(workload: Workload, trainer: TrainerLayout, lane_cards: int) 
     swap_s = CONSTANTS.adapter_swap_s
     if helper_fits_with_training(workload, trainer.pool.card, trainer.shard_cards, lane_cards):
         return gather_s + swap_s, swap_s
-    state_bytes = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER / trainer.shard_cards
+    state_bytes = workload.trained_parameters * STATE_BYTES_PER_PARAMETER / trainer.shard_cards
     offload_s = state_bytes / (trainer.pool.card.host_gb_s * GB * CONSTANTS.host_link_share)
     return gather_s + swap_s + offload_s, swap_s + offload_s
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from digenrl.planning.facts.cards import Card
 from digenrl.planning.facts.constants import CONSTANTS
-from digenrl.planning.facts.model_facts import Tokens
+from digenrl.planning.facts.model_facts import BYTES_FP32, Tokens
 from digenrl.planning.facts.workload import Workload
 
 GIB = float(2**30)
 
 # Of a trained parameter, adapter or not: fp32 weight, fp32 gradient, and AdamW's two fp32 moments.
-SHARDED_BYTES_PER_PARAMETER = 16.0
+STATE_BYTES_PER_PARAMETER = 16.0
 # Gradient sums that several cards add up are 64-bit integers.
 SUM_BYTES_PER_PARAMETER = 8.0
 # While one sharded block computes, the next one is prefetched.
@@ -58,9 +58,8 @@ def generator_memory(workload: Workload, card: Card, size: int, lane_cards: int 
         *_denoising_and_decoding(workload, workload.tokens, size / lane_cards, sample),
         held_out_bytes + max(held_out),
     )
-    vae = workload.facts.vae_parameters * workload.vae_value_bytes
     return MemoryReport(
-        weights_gib=(workload.weight_bytes / lane_cards + adapters + vae) / GIB,
+        weights_gib=(workload.weight_bytes / lane_cards + adapters + _vae_bytes(workload)) / GIB,
         optimizer_gib=0.0,
         activations_gib=working / GIB,
         available_gib=available_gib(card),
@@ -81,21 +80,33 @@ def _denoising_and_decoding(
 def trainer_memory(
     workload: Workload, card: Card, shard_cards: int, pairs: int, checkpointing: bool
 ) -> MemoryReport:
-    """A trainer card that holds one of `shard_cards` shards and trains `pairs` pairs per pass."""
-    facts = workload.facts
-    state = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER
+    """A trainer card that holds one of `shard_cards` shards and trains `pairs` pairs per pass.
+
+    A trainer with whole weights also has the VAE, with which it can generate.
+    """
+    facts, state = workload.facts, trained_state_bytes(workload)
+    activations = activation_gib(workload, pairs, checkpointing)
     if workload.tuning == "full":
         weights, state = 0.0, state / shard_cards  # the state includes the fp32 weights
+        gradient = BYTES_FP32 * workload.trained_parameters / shard_cards
+        activations = max(activations, gradient / GIB)  # when a backward ends, its gradient has replaced them
     else:
         weights = workload.training_weight_bytes / shard_cards
     if shard_cards > 1 or workload.tuning == "full":
         weights += GATHERED_BLOCKS * workload.training_weight_bytes / facts.blocks
+    if shard_cards == 1:
+        weights += _vae_bytes(workload)
     return MemoryReport(
         weights_gib=weights / GIB,
         optimizer_gib=state / GIB,
-        activations_gib=activation_gib(workload, pairs, checkpointing),
+        activations_gib=activations,
         available_gib=available_gib(card),
     )
+
+
+def trained_state_bytes(workload: Workload) -> float:
+    """What a trainer keeps of all trained parameters besides a pass: weights, moments, a gradient, and copies."""
+    return workload.trained_parameters * (STATE_BYTES_PER_PARAMETER + BYTES_FP32 * workload.weight_copies)
 
 
 def shared_card_memory(workload: Workload, card: Card, size: int, pairs: int, checkpointing: bool) -> MemoryReport:
@@ -105,7 +116,7 @@ def shared_card_memory(workload: Workload, card: Card, size: int, pairs: int, ch
     """
     generating = generator_memory(workload, card, size, 1)
     training = trainer_memory(workload, card, 1, pairs, checkpointing)
-    frozen = workload.weight_bytes / GIB if workload.tuning == "lora" else 0.0
+    frozen = (_vae_bytes(workload) + (workload.weight_bytes if workload.tuning == "lora" else 0.0)) / GIB
     sums = workload.trained_parameters * SUM_BYTES_PER_PARAMETER / GIB
     return MemoryReport(
         weights_gib=generating.weights_gib + training.weights_gib - frozen,
@@ -113,6 +124,10 @@ def shared_card_memory(workload: Workload, card: Card, size: int, pairs: int, ch
         activations_gib=max(generating.activations_gib, training.activations_gib),
         available_gib=generating.available_gib,
     )
+
+
+def _vae_bytes(workload: Workload) -> float:
+    return float(workload.facts.vae_parameters * workload.vae_value_bytes)
 
 
 def activation_gib(workload: Workload, pairs: int, checkpointing: bool) -> float:
@@ -140,7 +155,7 @@ def smallest_lane(workload: Workload, card: Card, per_node: int) -> int | None:
 def helper_fits_with_training(workload: Workload, card: Card, shard_cards: int, lane_cards: int) -> bool:
     """Whether a trainer card can hold a generator's copy of the weights in addition to its training state."""
     generating = generator_memory(workload, card, 1, lane_cards)
-    state = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER
+    state = trained_state_bytes(workload)
     training = state / shard_cards if workload.tuning == "full" else state
     if workload.tuning == "lora" and shard_cards > 1:
         training += workload.training_weight_bytes / shard_cards

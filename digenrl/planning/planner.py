@@ -26,6 +26,7 @@ from digenrl.planning.candidates import (
 from digenrl.planning.colocated import colocated_plan
 from digenrl.planning.facts.cluster import CardPool, Cluster
 from digenrl.planning.facts.workload import Workload
+from digenrl.planning.layout import possible_shards
 from digenrl.planning.memory import generator_memory, trainer_memory
 from digenrl.planning.results.plan_kinds import compared, why_it_lost, why_it_won
 from digenrl.planning.results.plans import Plan, PlanResult
@@ -299,12 +300,17 @@ def _does_not_fit(workload: Workload, cluster: Cluster, options: PlanOptions) ->
     pool = max(cluster.pools, key=lambda pool: pool.card.memory_gib * pool.cards)
     if not pool.card.described:
         return f"no pool has a card of the catalogue, so the plan needs measured costs: {NEEDED_MEASUREMENTS}"
-    shards = pool.cards if len(cluster.pools) > 1 else pool.cards - 1
+    cards = options.ranks or (pool.cards if len(cluster.pools) > 1 else pool.cards - 1)
+    shards = max(possible_shards(workload, pool, cards, capabilities))
     lane_cards = pool.per_node if capabilities.tensor_parallel else 1
     checkpointing = capabilities.checkpointing[-1]
     generating = generator_memory(workload, pool.card, 1, lane_cards)
     training = trainer_memory(workload, pool.card, shards, 1, checkpointing)
-    way_out = "add cards or use larger ones" + (", or use LoRA" if workload.tuning == "full" else "")
+    way_out = "add cards or use larger ones" if shards > 1 else "use larger cards"
+    if workload.tuning == "full":
+        way_out += ", or use LoRA"
+    elif workload.base != "nf4":
+        way_out += ", or quantize the frozen weights (model.base=nf4)"
     if not checkpointing:
         way_out += ", or set training.gradient_checkpointing"
     return (

@@ -145,7 +145,7 @@ class ProcessTransport:
             ended = True
         if ended:
             self._forget(name)
-            messages.append(Message(name, None, Gone(_describe_exit(worker.process.exitcode))))
+            messages.append(Message(name, None, Gone(describe_exit(worker.process.exitcode))))
         return messages
 
     def end(self, worker: str) -> None:
@@ -240,7 +240,9 @@ def _end_process(process: BaseProcess, timeout_s: float) -> None:
         process.join()
 
 
-def _describe_exit(exit_code: int | None) -> str:
+def describe_exit(exit_code: int | None) -> str:
+    """How a process has ended, in words."""
     if exit_code is not None and exit_code < 0:
-        return f"ended by signal {-exit_code} ({signal.Signals(-exit_code).name})"
+        killed = ", as the system does if the machine's memory runs out" if -exit_code == signal.SIGKILL else ""
+        return f"ended by signal {-exit_code} ({signal.Signals(-exit_code).name}{killed})"
     return f"ended with exit code {exit_code}"

@@ -116,6 +116,22 @@ def test_a_recipe_for_24_gb_needs_less_than_that_on_every_card(name: str) -> Non
     assert memory_needs(unquantized, None, 0).train > 1.15 * needs.train
 
 
+def test_the_memory_of_a_card_is_that_of_the_recipes_lanes() -> None:
+    recipe = shipped("flux_24gb")
+    fp8 = recipe.model.model_copy(update={"base": "fp8"})
+    apart, one_card = (
+        memory_needs(recipe.model_copy(update={"model": fp8, "mode": mode}), None, 0)
+        for mode in ("local", "colocated")
+    )
+    assert one_card.generate > 1.5 * apart.generate, "the transposed weights of the backward stay on the card"
+    assert one_card.train == apart.train
+    lanes = recipe.lanes.model_copy(update={"ranks": 2, "cards_per_replica": 2})
+    assert (
+        memory_needs(recipe.model_copy(update={"lanes": lanes}), None, 0).train
+        < memory_needs(recipe, None, 0).train
+    )
+
+
 @pytest.mark.parametrize("name", DEMOS)
 def test_a_demo_is_evaluated_on_held_out_prompts(name: str) -> None:
     recipe = shipped(name)

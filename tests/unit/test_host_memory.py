@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from threading import Event, Thread
@@ -11,6 +12,7 @@ import pytest
 from digenrl import host_memory
 from digenrl.exchange import folder
 from digenrl.host_memory import free_host_bytes, loading_in_turn
+from digenrl.transports.processes import describe_exit
 
 MEMINFO = "MemTotal:       2000 kB\nMemFree:         10 kB\nMemAvailable:    1000 kB\nHugePages_Total:       0\n"
 CONTAINER = {
@@ -70,6 +72,9 @@ def test_workers_of_a_machine_load_to_gpus_one_after_the_other(
     device: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)  # a user without a name, as in a container
+    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(variable, raising=False)
     order: list[str] = []
     entered = Event()
 
@@ -85,3 +90,8 @@ def test_workers_of_a_machine_load_to_gpus_one_after_the_other(
         order.append("left")
     other.join()
     assert order == expected
+
+
+@pytest.mark.parametrize(("exit_code", "named"), [(-9, True), (-15, False), (1, False)])
+def test_a_killed_worker_names_the_machines_memory_as_a_possible_reason(exit_code: int, named: bool) -> None:
+    assert ("memory" in describe_exit(exit_code)) == named

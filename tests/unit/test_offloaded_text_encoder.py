@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
 from digenrl.models.loading.offloaded_text_encoder import OffloadedTextEncoder
+from digenrl.models.loading.parked import ParkedWeights
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_models import make_tiny_pipeline
 
@@ -41,3 +43,17 @@ def test_weights_return_to_the_host_even_if_encoding_fails(tmp_path: Path) -> No
     with pytest.raises(ValueError, match="negative prompt"):
         offloaded.encode(PROMPTS, ["only one"])
     assert [weight.data_ptr() for weight in model.pipeline.text_encoder.parameters()] == on_host
+
+
+def test_weights_are_pinned_one_by_one_and_not_all_held_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(3)])
+    originals = [weakref.ref(weight.data.untyped_storage()) for weight in layers.parameters()]
+    alive: list[int] = []
+
+    def pinned(value: torch.Tensor) -> torch.Tensor:
+        alive.append(sum(original() is not None for original in originals))
+        return value.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    ParkedWeights([layers], "cuda", pinned=True)
+    assert alive == [6, 5, 4, 3, 2, 1]

@@ -24,7 +24,7 @@ from digenrl.planning.facts.cluster import CardPool
 from digenrl.planning.facts.constants import CONSTANTS
 from digenrl.planning.facts.workload import workload_for
 from digenrl.planning.layout import memory_of_trainer
-from digenrl.planning.memory import GIB, generator_memory
+from digenrl.planning.memory import GIB, generator_memory, trainer_memory
 
 H100S = CardPool.model_validate({"card": "H100", "nodes": 4, "per_node": 8, "network_gbit_s": 400})
 A6000S = CardPool.model_validate({"card": "RTX A6000", "nodes": 4, "per_node": 8, "network_gbit_s": 200})
@@ -187,3 +187,20 @@ def test_an_fp8_base_is_as_much_faster_as_measured_on_an_h200(model):
     generates = bf16.model_copy(update={"generating_base": "fp8"})
     assert forward_seconds(generates, card, 8) == forward_seconds(fp8, card, 8)
     assert training_pass_seconds(generates, card, 8, False) == training_pass_seconds(bf16, card, 8, False)
+
+
+@pytest.mark.parametrize(("copies", "bytes_per_parameter"), [(0, 16), (3, 28)])
+def test_a_trainer_of_all_weights_has_room_for_copies_and_for_the_gradient_of_a_pass(copies, bytes_per_parameter):
+    workload = FULL.model_copy(update={"weight_copies": copies, "height": 64, "width": 64, "frames": 1})
+    report = trainer_memory(workload, find_card("H100"), 8, 1, checkpointing=True)
+    parameters = workload.facts.parameters / 8
+    assert report.optimizer_gib * GIB == pytest.approx(bytes_per_parameter * parameters)
+    assert report.activations_gib * GIB == pytest.approx(4 * parameters), "a gradient has replaced activations"
+
+
+def test_a_trainer_with_whole_weights_has_the_vae_and_one_with_shards_has_not():
+    workload, card = workload_for("flux"), find_card("H100")
+    whole, shards = (trainer_memory(workload, card, count, 1, checkpointing=True).weights_gib for count in (1, 2))
+    weights, vae = workload.weight_bytes, workload.facts.vae_parameters * 2
+    assert whole * GIB == pytest.approx(weights + vae)
+    assert shards * GIB == pytest.approx(weights / 2 + 2 * weights / workload.facts.blocks)

@@ -167,6 +167,11 @@ def test_a_small_budget_shows_in_the_gap(mixed_result):
             r"Qwen-Image \(lora\) does not fit .*RTX 4090.* 21.7 GiB",
         ),
         (workload_for("wan", tuning="full"), {"card": "H100", "per_node": 2}, "or use LoRA"),
+        (  # quantized weights cannot be sharded
+            workload_for("qwen", base="int8", lora_rank=128),
+            {"card": "RTX 4090", "per_node": 8},
+            r"training over 1 needs 2\d.* GiB.*nf4",
+        ),
     ],
 )
 def test_a_cluster_that_is_too_small_is_an_error_of_one_line(workload, cluster, complaint):

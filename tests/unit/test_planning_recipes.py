@@ -95,6 +95,9 @@ def test_a_workload_has_the_settings_of_the_recipe():
         ("sd3_flow_grpo", ("algorithm.options.updates_of=groups",), "parts_per_group", 1),
         ("flux_mix_grpo", (), "tuning", "full"),
         ("flux_mix_grpo", (), "float32_weights", True),
+        ("flux_mix_grpo", (), "weight_copies", 2),  # the old policy, and the gradient of the packs before
+        ("flux_mix_grpo", ("training.ema={decay: 0.9}",), "weight_copies", 3),
+        ("sd3_flow_grpo", (), "weight_copies", 2),
         ("flux_dance_grpo", (), "pairs_per_sample", 6),
         ("flux_mix_grpo", ("model.vae_dtype=bfloat16",), "float32_vae", False),
         ("flux_mix_grpo", ("model.vae_dtype=float32",), "float32_vae", True),

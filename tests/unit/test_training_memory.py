@@ -90,7 +90,7 @@ def seen_and_planned_bytes(name, options, settings, late=False, **more):
     largest = max((each.shape for each in parameters), key=torch.Size.numel)
     with Census(largest) as census:
         trainer = trainer_of(model, algorithm, batches[0], settings, **more)
-        to_come = trainer._bytes_to_come() + trainer._passes.gradient_bytes
+        to_come = trainer._bytes_to_come() + trainer._passes.gradient_bytes()
         weights = to_come // sum(each.nbytes for each in parameters)
         planned = census.bytes() + weights * sum(p.nbytes for p in parameters if p.shape == largest)
         watch(model, lambda: seen.append(census.bytes()))

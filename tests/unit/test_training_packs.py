@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from digenrl.training import metrics
 from digenrl.training.metrics import MaskedValues, Tally
+from digenrl.training.packing import pack_size
 from digenrl.training.packing.pack_size import MemoryLine, measure_largest_pack
 from digenrl.training.packing.packs import halves, share_of
 from digenrl.training.ranks.rank import Rank
@@ -58,17 +60,34 @@ def test_on_a_cpu_the_largest_pack_follows_from_what_autograd_saves():
     assert tight == 1
 
 
-def test_if_the_second_pack_does_not_fit_a_smaller_one_is_measured():
-    tried = []
+@pytest.mark.parametrize(
+    ("free", "reserved", "others", "measured", "expected"),
+    [
+        (8_000, 0, 64, [1, 4], 8),
+        (8_000, 5_000, 64, [1, 2], 3),
+        (8_000, 0, 2, [1, 2], 8),  # another rank has less room
+        (1_500, 0, 64, [1], 1),
+    ],
+)
+def test_the_second_pack_is_one_that_fits_on_all_ranks(free, reserved, others, measured, expected, monkeypatch):
+    monkeypatch.setattr(pack_size, "free_bytes", lambda device: free)
+    monkeypatch.setattr(pack_size, "measured_bytes", lambda run, device: run())
+    sizes = []
 
-    def run_pack(size: int) -> None:
-        tried.append(size)
-        if size > 2:
-            raise torch.OutOfMemoryError("no room")
+    def run_pack(size: int) -> int:
+        sizes.append(size)
+        return 1_000 * size
 
-    cpu = torch.device("cpu")
-    assert measure_largest_pack(run_pack, 10, device=cpu, memory_share=0.5, limit=64) >= 1
-    assert tried == [1, 4, 2]
+    found = measure_largest_pack(
+        run_pack,  # type: ignore[arg-type]
+        10,
+        device=torch.device("cpu"),
+        memory_share=1.0,
+        limit=64,
+        reserved_bytes=reserved,
+        smallest=lambda size: min(size, others),
+    )
+    assert (sizes, found) == (measured, expected)
 
 
 def test_a_tally_reads_tensors_once_and_only_when_a_result_is_requested(monkeypatch):

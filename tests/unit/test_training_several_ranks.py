@@ -111,14 +111,16 @@ def model_and_batch(name, lora):
 
 def gradients_of_all(ranks, lora):
     found = {}
-    for name in ALGORITHMS:
+    for number, name in enumerate(ALGORITHMS):
         algorithm, model, groups = model_and_batch(name, lora)
         if not lora:
             shard_model(model, ranks)
         trainer = trainer_of(model, algorithm, groups, TrainerSettings(pack_size=4), ranks=ranks)
-        for group in groups:
-            trainer.add_group(group)
-        gradient = trainer.gradient()
+        with pytest.MonkeyPatch.context() as patch:  # summed over ranks by the last pack, or by every one
+            patch.setattr("digenrl.training.packing.packed_passes.LARGEST_WHOLE_GRADIENT", number % 2)
+            for group in groups:
+                trainer.add_group(group)
+            gradient = trainer.gradient()
         found[name] = gradient if lora else gather_to_first_rank(trainer.policies.model_parameters, gradient)
     return found
 
@@ -206,27 +208,60 @@ def test_gradients_of_adapters_are_summed_once_per_update(tmp_path):
     assert on_ranks(2, tmp_path, counted_all_reduces, case) == [(0, 1), (0, 1)]
 
 
-def counted_reduce_scatters(ranks, case):
+def counted_reduce_scatters(ranks, case, memory):
     _, trainer, (groups, *_) = case.trainer_and_batches(ranks)
     with pytest.MonkeyPatch.context() as patch:
+        own = memory if ranks.rank.is_first else 2**40
+        patch.setattr("digenrl.training.packing.packed_passes.usable_bytes", lambda device: own)
         calls = calls_of(patch, "reduce_scatter_single")
         trainer.add_group(groups[0])
         return len(calls)
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options", "expected"),
+    ("algorithm", "options", "memory", "expected"),
     [
-        ("dance_grpo", {}, 1),  # 10 terms on each rank, in 4 packs of 3: the last one sums all
-        ("flow_grpo", {"kl_weight": 0.1}, 6),  # 3 packs, and the gradient that awaits the scale is kept apart
+        ("dance_grpo", {}, 2**40, 1),  # 2 packs: the last one sums all
+        ("dance_grpo", {}, 2**10, 2),  # a rank has no room for the gradient of all weights
+        ("flow_grpo", {"kl_weight": 0.1}, 2**40, 6),  # 3 packs; the gradient that awaits the scale is kept apart
     ],
 )
-def test_sharded_gradients_are_summed_by_the_last_pack_unless_two_parts_would_mix(
-    tmp_path, algorithm, options, expected
+def test_sharded_gradients_are_summed_by_the_last_pack_if_they_fit_and_two_parts_would_not_mix(
+    tmp_path, algorithm, options, memory, expected
 ):
     case = Case(algorithm, options, lora=False, batches=1)
     parts = 2  # the block and the rest are sharded separately
-    assert on_ranks(2, tmp_path, counted_reduce_scatters, case) == [parts * expected] * 2
+    assert on_ranks(2, tmp_path, counted_reduce_scatters, case, memory) == [parts * expected] * 2
+
+
+def reserved_for_packs(ranks, whole):
+    """The values per weight that are reserved when packs of a sharded model are measured."""
+    settings = STEADY.model_copy(update={"pack_size": "auto"})
+    case = Case("dance_grpo", settings=settings, rollout=Rollout(groups=2), lora=False, batches=1)
+    _, trainer, (groups,) = case.trainer_and_batches(ranks)
+    own, all_of_them = (
+        sum(value.nbytes for value in values.values())
+        for values in (trainer.policies.parameters, trainer.policies.model_parameters)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        memory = 2**40 if whole else 2**10
+        patch.setattr("digenrl.training.packing.packed_passes.usable_bytes", lambda device: memory)
+        reserved = []
+
+        def measure(*_, reserved_bytes, **__):
+            reserved.append(reserved_bytes)
+            return 2
+
+        patch.setattr("digenrl.training.packing.pack_planner.measure_largest_pack", measure)
+        trainer.add_group(groups[0])
+    return reserved == [
+        3 * own + (all_of_them if whole else own)
+    ]  # two moments, earlier groups, packs of this one
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_packs_of_sharded_ranks_leave_room_for_gradients_and_moments(tmp_path, whole):
+    assert on_ranks(2, tmp_path, reserved_for_packs, whole) == [True, True]
 
 
 def measured_pack(ranks, lora):
@@ -342,8 +377,9 @@ def out_of_memory(ranks, lora):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "velocity", full)
-        with pytest.raises(ConfigError, match=r"3 terms on rank . of 2.*training.pack_size"):
+        with pytest.raises(ConfigError, match=r"3 terms on rank . of 2.*training.pack_size") as raised:
             trainer.add_group(groups[0])
+        assert ("sum_in_order" in str(raised.value)) == (not lora), "adapters are added as integers"
     with pytest.raises(RuntimeError, match="failed"):
         trainer.add_group(groups[0])
 

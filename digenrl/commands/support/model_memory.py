@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -63,6 +63,9 @@ def memory_needs(recipe: Recipe, configurations: Path | None, text_encoder_bytes
     card, shards = undescribed_card("this device"), recipe.lanes.ranks if recipe.shards_model else 1
     generator = generator_memory(workload, card, size=1)
     trainer = trainer_memory(workload, card, shards, pairs=1, checkpointing=True)
+    trainer = replace(trainer, activations_gib=trainer.activations_gib / recipe.lanes.cards_per_replica)
+    if recipe.topology.one_process and recipe.training.lora is not None:  # what trains stays on the card
+        generator = replace(trainer, activations_gib=generator.activations_gib)
     return MemoryNeeds(
         encode=round(text_encoder_bytes * _encoder_share(recipe.model.encoder_base)),
         generate=round(generator.total_gib * GIB),

@@ -21,8 +21,10 @@ class ParkedWeights:
         self._device, self._pins = torch.device(device), pinned and torch.device(device).type == "cuda"
         parts = [module for module in modules if module is not None]
         weights = [weight for part in parts for weight in (*part.parameters(), *part.buffers())]
-        self._host_copies = [(weight, self._on_host(weight.data)) for weight in weights]
-        self._park()
+        self._host_copies: list[tuple[Tensor, Tensor]] = []
+        for weight in weights:  # parked one by one: what is pinned is a copy, and the original is freed
+            weight.data = self._on_host(weight.data)
+            self._host_copies.append((weight, weight.data))
 
     @contextmanager
     def on_device(self) -> Iterator[None]:

@@ -273,12 +273,26 @@ def _training(recipe: Recipe) -> dict[str, Any]:
         "renoised": algorithm.replays == "renoised",
         "reference_forward": algorithm.needs.reference,
         "old_policy_forward": old_policy,
+        "weight_copies": _weight_copies(recipe),
         "float32_weights": recipe.model.dtype == "float32",
         "base": recipe.model.base,
         "generating_base": recipe.generating_base,
         "float32_vae": recipe.model.vae_dtype == "float32",
         "published_in_bf16": _publishes_in_bf16(recipe),
     }
+
+
+def _weight_copies(recipe: Recipe) -> int:
+    """What a trainer keeps per trained weight besides weight, moments and the gradient of earlier groups.
+
+    A moving average, and the policy before the update. In full fine-tuning, also a reference, and the gradient of
+    the packs before in a group; adapters can be switched off, and their gradients are small.
+    """
+    training, algorithm = recipe.training, recipe.algorithm.settings()
+    recomputes = training.old_log_probs == "recomputed" or recipe.trainer_helps
+    keeps_old = algorithm.needs.old_policy or (algorithm.updates_per_batch > 1 and recomputes)
+    copies = (training.ema is not None) + keeps_old
+    return copies if training.lora is not None else copies + algorithm.needs.reference + 1
 
 
 def _publishes_in_bf16(recipe: Recipe) -> bool:

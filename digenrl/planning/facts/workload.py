@@ -30,8 +30,10 @@ class Workload(Frozen):
     every update trains samples of every group. `old_policy_forward` is the share of (sample, time-step) pairs that
     also need a forward of the policy before the update. `renoised` training noises final latents again: it needs
     no guidance, and no level is excluded. `pairs` of images are encoded and not generated. `held_out_size` is the
-    height, width and frames of an evaluation's samples, if they differ. Weights are `published_in_bf16` unless
-    generators compute in float32. Without `model_facts` only measured costs are available.
+    height, width and frames of an evaluation's samples, if they differ. `weight_copies` are what a trainer keeps
+    in fp32, as large as the trained weights, besides these, their moments and one gradient. Weights are
+    `published_in_bf16` unless generators compute in float32. Without `model_facts` only measured costs are
+    available.
     """
 
     model: str
@@ -55,6 +57,7 @@ class Workload(Frozen):
     pairs: bool = False
     reference_forward: bool = False
     old_policy_forward: Annotated[float, Field(ge=0, le=1)] = 0.0
+    weight_copies: WholeOrZero = 0
     float32_weights: bool = False
     base: BasePrecision = UNQUANTIZED
     generating_base: BasePrecision | None = None

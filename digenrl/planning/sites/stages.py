@@ -21,7 +21,7 @@ from digenrl.planning.costs import (
 )
 from digenrl.planning.facts.cluster import CardPool, Cluster
 from digenrl.planning.facts.workload import Workload
-from digenrl.planning.memory import GIB, RECOMPUTED_BLOCKS, SHARDED_BYTES_PER_PARAMETER, available_gib
+from digenrl.planning.memory import GIB, RECOMPUTED_BLOCKS, available_gib, trained_state_bytes
 from digenrl.planning.sites.groups import site_gbit_s
 from digenrl.stages.partition import Partition, best_partition
 
@@ -116,14 +116,17 @@ def _stage_bytes(workload: Workload, blocks: int, stages: int, pack: int, checkp
     """The memory of a stage: its blocks, all adapters with their state, and the activations of packs in flight."""
     facts = workload.facts
     share = blocks / facts.blocks
-    trained = workload.trained_parameters * SHARDED_BYTES_PER_PARAMETER
-    state = trained if workload.tuning == "lora" else share * trained
+    state = trained_state_bytes(workload)
+    if workload.tuning == "full":
+        state *= share  # includes the weights
+    else:
+        state += share * workload.training_weight_bytes
     hidden = facts.block_hidden_bytes(workload.tokens)
     block = workload.activations_per_block * hidden
     rows = pack * workload.trained_branches
     per_row = blocks * (hidden if checkpointing else block)
     recomputed = rows * RECOMPUTED_BLOCKS * block if checkpointing else 0.0
-    return share * workload.training_weight_bytes + state + 2 * stages * rows * per_row + recomputed
+    return state + 2 * stages * rows * per_row + recomputed
 
 
 def _commit_seconds(workload: Workload, cards: Sequence[CardPool], rates: Sequence[float]) -> float:

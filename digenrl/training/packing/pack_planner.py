@@ -39,7 +39,7 @@ class PackPlanner:
         *,
         sharded: bool,
         in_lockstep: bool,
-        gradient_bytes: int,
+        gradient_bytes: Callable[[], int],
         bytes_to_come: Callable[[], int],
     ) -> None:
         self._model, self._settings, self._ranks, self._rank = model, settings, ranks, rank
@@ -107,7 +107,7 @@ class PackPlanner:
         return wanted
 
     def _measure(self, share: Sequence[Term], job_terms: int, run: RunPack) -> PackPlan:
-        device, settings = self._model.device, self._settings
+        device, settings, gradient_bytes = self._model.device, self._settings, self._gradient_bytes()
         if device.type != "cuda" or self._in_lockstep:
             largest = measure_largest_pack(
                 lambda size: run(share[:size]),
@@ -115,20 +115,24 @@ class PackPlanner:
                 device=device,
                 memory_share=settings.memory_share,
                 limit=settings.largest_pack,
-                reserved_bytes=self._gradient_bytes if self._in_lockstep else 0,
+                reserved_bytes=gradient_bytes + self._bytes_to_come() if self._in_lockstep else 0,
+                smallest=self._smallest_of_ranks if self._in_lockstep else lambda size: size,
             )
             return PackPlan(largest, self._checkpointed)
         free = free_bytes(device) - self._bytes_to_come()
         plan = choose_plan(
             CudaPassProfiler(self._model, lambda size: run(_repeated(share, size))),
-            budget=settings.memory_share * free - self._gradient_bytes,  # they stay allocated between packs
-            fixed_bytes=self._gradient_bytes,
+            budget=settings.memory_share * free - gradient_bytes,  # they stay allocated between packs
+            fixed_bytes=gradient_bytes,
             terms=-(-job_terms // self._rank.count),
             largest_pack=settings.largest_pack,
             pack_size=self.pack_size,
             checkpointed=self._given_checkpointed,
         )
-        return plan.plus(torch.cuda.memory_allocated(device) + self._gradient_bytes)
+        return plan.plus(torch.cuda.memory_allocated(device) + gradient_bytes)
+
+    def _smallest_of_ranks(self, size: int) -> int:
+        return size if self._ranks is None else min(self._ranks.gather(size))
 
     def _checkpoint(self, count: int) -> None:
         self._checkpointed, self._checkpointing_known = count, True

@@ -10,12 +10,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-SECOND_SIZES = (4, 2)  # measured in addition to 1, the larger first
+SECOND_SIZES = (4, 2)  # one of them is measured in addition to 1, the larger one if it fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,25 +49,24 @@ def measure_largest_pack(
     memory_share: float,
     limit: int,
     reserved_bytes: int = 0,
+    smallest: Callable[[int], int] = lambda size: size,
 ) -> int:
     """Measures packs of 1 and of 4 or 2 terms, and extrapolates. Raises OutOfMemoryError if one term does not fit.
 
     `run_pack` does a forward and backward of that many of the `terms` terms and leaves nothing behind.
-    `reserved_bytes` are needed by several packs in a row, in addition to a single one.
+    `reserved_bytes` are needed in addition to a single pack. The second pack is one that fits even if all memory
+    of the first is needed per term. `smallest` makes ranks that run packs together agree on it.
     """
     if device.type == "cuda":
         run_pack(1)  # the first pass allocates workspaces of libraries, which are not the pack's
     budget = int(memory_share * free_bytes(device)) - reserved_bytes
     first = (1, measured_bytes(lambda: run_pack(1), device))
-    for size in SECOND_SIZES:
-        if size > min(limit, terms):
-            continue
-        try:
-            second = (size, measured_bytes(partial(run_pack, size), device))
-        except torch.OutOfMemoryError:
-            continue
-        return MemoryLine.through(first, second).largest(budget, limit)
-    return 1
+    fitting = smallest(MemoryLine(0, first[1]).largest(budget, min(limit, terms)))
+    second_size = next((size for size in SECOND_SIZES if size <= fitting), None)
+    if second_size is None:
+        return 1
+    second = (second_size, measured_bytes(lambda: run_pack(second_size), device))
+    return MemoryLine.through(first, second).largest(budget, limit)
 
 
 def measured_bytes(run: Callable[[], None], device: torch.device) -> int:
@@ -91,9 +89,16 @@ def free_bytes(device: torch.device) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     allocated = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - allocated
-    free, total = torch.cuda.mem_get_info(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    return min(free + cached, usable_bytes(device) - allocated)
+
+
+def usable_bytes(device: torch.device) -> int:
+    """All memory of a GPU that this process may use, or all of the machine's."""
+    if device.type != "cuda":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)  # in newer versions
-    return min(free + cached, int(fraction(device) * total) - allocated)
+    return int(fraction(device) * torch.cuda.mem_get_info(device)[1])
 
 
 def allocation_retries(device: torch.device) -> int | None:

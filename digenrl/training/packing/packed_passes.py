@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.contract import Conditioning
 from digenrl.models.objective import check_loss
-from digenrl.models.parallel.shards import is_sharded
+from digenrl.models.parallel.shards import is_sharded, local_shard
 from digenrl.models.parallel.token_exchange import TokenExchange
 from digenrl.models.passes.compiled import is_compiled
 from digenrl.models.transfers import to_device_like
@@ -28,6 +28,7 @@ from digenrl.training.gradients.sums import Gradients, GradientSums, drop_gradie
 from digenrl.training.metrics import Tally, log_prob_mismatch
 from digenrl.training.offload.switching import Switching
 from digenrl.training.packing.pack_planner import PackPlanner
+from digenrl.training.packing.pack_size import usable_bytes
 from digenrl.training.packing.packs import Term, halves, padded, share_of
 from digenrl.training.packing.replay import Replay
 from digenrl.training.packing.staged_passes import PackLoss, StagedPasses
@@ -36,6 +37,8 @@ from digenrl.training.ranks.rank_consensus import check_same
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import sum_gradients_in_next_backward
 from digenrl.training.ranks.stage_links import LinkControl
+
+LARGEST_WHOLE_GRADIENT = 0.2  # of a rank's memory, for the gradients of a sharded model between packs
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +104,6 @@ class PackedPasses:
         self._counts_metrics = is_last and (exchange is None or exchange.rank == 0)
         self._unfinished = False
         self._pads_packs = is_compiled(self._model)  # every other pack size would have to be compiled
-        self.gradient_bytes = scale.sums_per_parameter * sum(p.nbytes for p in self._parameters.values())
         self.planner = PackPlanner(
             self._model,
             settings,
@@ -117,6 +119,7 @@ class PackedPasses:
         """The gradient of the sum of w * l / Z over this rank's share or, if it is sharded, over all terms."""
         if self._in_lockstep:
             self._check_same_terms(len(terms))
+            _ = self._sums_last  # a collective
         with self._switching.replaying():
             self._unfinished = True
             result = self._run(terms, context)
@@ -168,6 +171,24 @@ class PackedPasses:
             for jobs in (terms, group_terms)
         )
         return packs / group_packs
+
+    def gradient_bytes(self) -> int:
+        """The size of the gradient that stays on this rank between the packs of a pass."""
+        parameters = self._parameters.values()
+        return self._scale.sums_per_parameter * sum(
+            (p if self._sums_last else local_shard(p.data)).nbytes for p in parameters
+        )
+
+    @cached_property
+    def _sums_last(self) -> bool:
+        """Whether the last pack of a pass sums the gradients of a sharded model over all ranks, to save traffic.
+
+        Until then, every rank has a gradient of all weights: only if that is small. All ranks find out together.
+        """
+        if not self._shards_gradients or self._ranks is None:
+            return self._shards_gradients
+        whole = self._scale.sums_per_parameter * sum(p.nbytes for p in self._parameters.values())
+        return all(self._ranks.gather(whole <= LARGEST_WHOLE_GRADIENT * usable_bytes(self._model.device)))
 
     def _check_same_terms(self, terms: int) -> None:
         """Ranks that run different numbers of packs would wait for each other forever."""
@@ -223,20 +244,24 @@ class PackedPasses:
         return result
 
     def _out_of_memory(self, terms: int) -> ConfigError:
+        fewer = "lower training.pack_size" if terms > 1 else "use more cards (lanes.ranks) or smaller samples"
+        if self._shards_gradients:  # groups that arrive early have gradients of their own
+            fewer += ", set training.sum_in_order: false"
         return ConfigError(
             f"out of memory in a pack of {terms} terms on {self._rank}, and ranks of a sharded model, in stages, "
-            "or with lanes.cards_per_replica, cannot halve packs; lower training.pack_size, or set "
+            f"or with lanes.cards_per_replica, cannot halve packs; {fewer}, or set "
             "training.gradient_checkpointing: true"
         )
 
     def _forward_backward(self, terms: Sequence[Term], context: PassContext, last: bool) -> PassResult:
         loss = self._forward(terms, context)
         both = loss.unscaled is not None and loss.final is not None
+        sum_ranks = last or both or not self._sums_last
         sums = GradientSums()
         if loss.unscaled is not None:
-            sums.unscaled = self._gradient_of(loss.unscaled, sum_ranks=last or both, keep_graph=both)
+            sums.unscaled = self._gradient_of(loss.unscaled, sum_ranks=sum_ranks, keep_graph=both)
         if loss.final is not None:
-            sums.final = self._gradient_of(loss.final, sum_ranks=last or both)
+            sums.final = self._gradient_of(loss.final, sum_ranks=sum_ranks)
         return PassResult(sums, loss.tally)
 
     def _forward(self, terms: Sequence[Term], context: PassContext) -> PackLoss:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 
@@ -34,11 +35,19 @@ class StepTimePrediction:
 
 
 def predicted_step_s(state: SchedulerState) -> float:
-    """The time of a steady-state step with the scheduler's current costs and lanes."""
+    """The time of a steady-state step with the scheduler's current costs and lanes.
+
+    Evaluations and checkpoints count if every step has one: in a few steps, rarer ones would weigh too much.
+    """
+    terms = replace(
+        state.terms,
+        evaluate_every=1 if state.terms.evaluate_every == 1 else 0,
+        save_every=1 if state.terms.save_every == 1 else 0,
+    )
     present = [lane for lane in state.lanes if lane.present and lane.calibrated]
     offers = [(lane.offer, lane.helper) for lane in present]
     prediction = predict(
-        state.terms,
+        terms,
         state.costs,
         [offer for offer, helper in offers if not helper],
         [offer for offer, helper in offers if helper],

@@ -119,6 +119,7 @@ class Auditor:
         self._lane_version = {lane.index: lane.version for lane in initial.lanes}
         self._helpers = {lane.index for lane in initial.lanes if lane.helper}
         self._lane_jobs: dict[int, LaneJob] = {}
+        self._hedged: set[Slice] = set()  # slices that two lanes have been given
         self._void_jobs: set[int] = set()  # whose copy was faster
         self._uncalibrated: set[int] = set()
         self._scores: dict[int, Score] = {}  # by reward lane
@@ -349,6 +350,7 @@ class Auditor:
         if job.hedges == NO_JOB:
             _promise(not group.generating & piece.mask(), "1: {} is being generated already", piece)
         else:
+            self._hedged.add(piece)
             hedged = [copy.id for copy in self._copies(piece) if copy.id != job.id]
             _promise(hedged == [job.hedges], "7: {} hedges a job, but {} are under way", job, hedged)
         _promise(job.version == self._lane_version[job.lane], "6: {} is not what the lane serves", job)
@@ -508,7 +510,9 @@ class Auditor:
         self._forget_if_over(job.slice, group)
 
     def _copies(self, piece: Slice) -> list[Generate]:
-        """The jobs that lanes hold for a slice, without void ones."""
+        """The jobs that lanes hold for a slice that was given to two of them, without void ones."""
+        if piece not in self._hedged:
+            return []  # only its own lane, which is not searched for: this runs for every slice
         held = (job for job in self._lane_jobs.values() if isinstance(job, Generate) and job.slice == piece)
         return [job for job in held if job.id not in self._void_jobs]
 

@@ -1,7 +1,7 @@
 """The makespan of a SPEC, from the scheduler's own forecast, without jobs, results and traces.
 
-Fast enough to compare thousands of SPECs. A property test compares it with `simulate`. Evaluations and checkpoints
-are not included.
+Fast enough to compare thousands of SPECs. A property test compares it with `simulate`. SPECs with evaluations or
+checkpoints run on the scheduler itself.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ def predict_makespan(spec: Spec, search_budget: int = SEARCH_BUDGET) -> float:
     if spec.slice == "auto":
         return predict_makespan(with_best_slice(spec, search_budget), search_budget)
     start = initial_scheduler_state(spec, search_budget)
+    if spec.evaluation is not None or spec.checkpoint is not None:
+        return makespan_ns(start) / NS_PER_SECOND
     forecast = forecast_from_state(start, at_ns=0)
     forecast.start_generators()
     if spec.policy.colocated:
@@ -46,7 +48,16 @@ def with_best_slice(spec: Spec, search_budget: int = SEARCH_BUDGET) -> Spec:
     if spec.shares_work:
         return spec
     candidates = [spec.with_changes(slice=size) for size in reversed(spec.unit_sizes())]
-    return min(candidates, key=lambda candidate: predict_makespan(candidate, search_budget))
+    return min(candidates, key=lambda candidate: _exact_makespan(candidate, search_budget))
+
+
+def _exact_makespan(spec: Spec, search_budget: int) -> float:
+    """The makespan in seconds; that of the scheduler itself where the forecast is an estimate."""
+    start = initial_scheduler_state(spec, search_budget)
+    split_batches = start.terms.score_unit < min(start.terms.score_batch, start.terms.slice_size)
+    if split_batches or any(lane.slices_at_once > 1 for lane in start.lanes):
+        return makespan_ns(start) / NS_PER_SECOND
+    return predict_makespan(spec, search_budget)
 
 
 def schedule_if_lanes_do_both(spec: Spec, search_budget: int = SEARCH_BUDGET) -> ChosenSchedule:
@@ -54,9 +65,7 @@ def schedule_if_lanes_do_both(spec: Spec, search_budget: int = SEARCH_BUDGET) ->
 
     def predict(simpler: Spec) -> tuple[Spec, float]:
         fixed = with_best_slice(simpler, search_budget) if simpler.slice == "auto" else simpler
-        if simpler.evaluation is None and simpler.checkpoint is None:
-            return fixed, predict_makespan(fixed, search_budget)
-        return fixed, makespan_ns(initial_scheduler_state(fixed, search_budget)) / NS_PER_SECOND
+        return fixed, predict_makespan(fixed, search_budget)
 
     return choose_schedule(spec, predict)
 

@@ -48,8 +48,14 @@ def slice_ns(table: Mapping[int, Decimal], size: int, where: str) -> int:
 
 
 def best_rate(table: Mapping[int, Decimal], sizes: tuple[int, ...]) -> Fraction:
-    """The highest throughput of a lane over these slice sizes, in samples per second."""
-    return max(size / slice_seconds(table, size) for size in sizes)
+    """The highest throughput of a lane over these slice sizes, in samples per second.
+
+    Sizes that a falling table extrapolates to no time at all do not count.
+
+    >>> best_rate({1: Decimal(2), 2: Decimal(1)}, (1, 3))
+    Fraction(1, 2)
+    """
+    return max(size / takes for size in sizes if (takes := slice_seconds(table, size)) > 0)
 
 
 def initial_scheduler_state(

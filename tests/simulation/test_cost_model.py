@@ -91,6 +91,24 @@ def test_every_answer_with_evaluations_and_checkpoints_equals_the_oracle(
     assert_equal_answers(answer({**content, **more}), reference_answer({**content, **more}))
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"reward": {"lanes": 2, "seconds": 1, "batch": 3}},  # slices of 4 are scored in a batch of 3 and one of 1
+        {"evaluation": {"every": 1, "chunks": 1, "chunk": 5}},
+    ],
+)
+def test_an_open_slice_is_chosen_with_the_times_of_batches_and_evaluations(more: dict[str, Any]) -> None:
+    largest_s = 5 if "reward" in more else 3
+    content = {
+        **{"steps": 2, "prompts": 2, "samples_per_prompt": 4, "slice": "auto", "policy": {"stream": "sample"}},
+        "generators": [{"count": 2, "seconds": {1: 2, 4: largest_s}}],
+        "trainer": {"seconds_per_sample": 0.5},
+        **more,
+    }
+    assert answer(content)["makespan"] == min(answer({**content, "slice": size})["makespan"] for size in (1, 2, 4))
+
+
 def test_a_version_to_be_evaluated_is_published_before_the_next_commit() -> None:
     """Stale samples would allow the commit at 3 s, but version 1 waits for the evaluation of version 0."""
     content = {

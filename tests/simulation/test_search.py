@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from hypothesis import Phase, given, settings
-from random_specs import spec_contents
+from random_specs import evaluation_and_checkpoint, spec_contents
 
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.scheduling.help.forecast_from_state import forecast_from_state
+from digenrl.scheduling.help.help_rules import GREEDY, WAIT_ALWAYS, simulate_help
 from digenrl.scheduling.help.search import least_commit_ns
 from digenrl.simulation.makespan import predict_makespan
 from digenrl.simulation.simulator import simulate
@@ -48,6 +49,35 @@ def test_auto_is_no_worse_than_any_other_rule(content: dict[str, Any]) -> None:
 def test_a_forecast_of_the_whole_run_is_exact_to_the_nanosecond(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
     assert predict_makespan(spec, 20_000) == simulate(spec, 20_000).answer.makespan
+
+
+@settings(max_examples=80)
+@given(
+    spec_contents(helps=("none", "greedy"), dispatches=("eager", "earliest_finish"), colocated=False),
+    evaluation_and_checkpoint(),
+)
+def test_a_forecast_knows_evaluations_and_checkpoints(content: dict[str, Any], more: dict[str, Any]) -> None:
+    spec = parse_model(Spec, {**content, **more})
+    future = forecast_from_state(initial_scheduler_state(spec, 1), at_ns=0)
+    future.start_generators()
+    commits = []
+    for step in range(1, spec.steps + 1):
+        simulate_help(future, step, (), GREEDY if spec.policy.help == "greedy" else WAIT_ALWAYS)
+        commits.append(future.now / NS_PER_SECOND)
+    assert tuple(commits) == simulate(spec).answer.step_end
+
+
+def test_auto_helps_while_the_generator_evaluates() -> None:
+    """Its chunks keep the only generator from the slices of every step."""
+    content = {
+        **{"steps": 3, "prompts": 2, "samples_per_prompt": 2, "slice": 1},
+        "generators": [{"seconds": {1: 1}}],
+        "trainer": {"seconds_per_sample": 0.5, "helper": {"seconds": {1: 3}, "switch_in": 1, "switch_out": 1}},
+        "policy": {"help": "auto"},
+        "evaluation": {"every": 1, "chunks": 10, "chunk": 2},
+    }
+    spec = parse_model(Spec, content)
+    assert simulate(spec).answer.makespan <= simulate(spec.with_rules(help="greedy")).answer.makespan
 
 
 @settings(max_examples=50)

@@ -137,6 +137,10 @@ def test_missing_measurements_are_an_error_of_one_line(workload, pools, complain
         ({"name": "lab", "measured": {"slice_seconds": {1: 0}}}, r"slice_seconds\[1\]: .*greater than 0, got 0"),
         ({"name": "lab", "measured": {"slice_seconds": {}}}, "slice_seconds"),
         ({"card": "H100", "measured": {"commit_seconds": -1}}, "commit_seconds: .*got -1"),
+        (
+            {"card": "H100", "measured": {"train_seconds_per_sample": 5e9}},
+            "train_seconds_per_sample: .*got 5000000000",
+        ),
     ],
 )
 def test_an_invalid_pool_is_an_error_of_one_line(content, complaint):

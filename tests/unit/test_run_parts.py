@@ -168,6 +168,17 @@ def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_co
     assert predicted_step_s(opening) == pytest.approx(predicted[3], rel=0.1)
 
 
+def test_only_evaluations_and_checkpoints_of_every_step_count_in_its_predicted_time() -> None:
+    opening = initial_state_of(steps=12)
+    costs = replace(opening.costs, evaluate_ns=10**9, save_ns=10**10)
+
+    def predicted_s(every: int) -> float:
+        terms = replace(opening.terms, evaluate_every=every, evaluation_chunks=1, save_every=every)
+        return predicted_step_s(replace(opening, terms=terms, costs=costs))
+
+    assert predicted_s(5) == predicted_s(0) < predicted_s(1)
+
+
 # --- Shuffled rewards --------------------------------------------------------------------------------------------
 
 

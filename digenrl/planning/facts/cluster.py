@@ -11,12 +11,14 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from digenrl.config.profiles import Profile, find_profile, read_profile
 from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping
+from digenrl.config.spec import LONGEST_S
 from digenrl.planning.facts.cards import Card, Positive, find_card, known_cards, undescribed_card
 from digenrl.planning.facts.constants import CONSTANTS
 from digenrl.planning.facts.model_facts import Whole
 from digenrl.planning.sites.groups import SiteLink, check_sites
 
-Seconds = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, le=float(LONGEST_S))]
+PositiveSeconds = Annotated[float, Field(gt=0, le=float(LONGEST_S))]
 MOST_CARDS = 16_384
 
 
@@ -30,8 +32,8 @@ class Measured(Frozen):
     switch.
     """
 
-    slice_seconds: Annotated[dict[Whole, Positive], Field(min_length=1)] | None = None
-    train_seconds_per_sample: Positive | None = None
+    slice_seconds: Annotated[dict[Whole, PositiveSeconds], Field(min_length=1)] | None = None
+    train_seconds_per_sample: PositiveSeconds | None = None
     commit_seconds: Seconds | None = None
     publish_seconds: Seconds | None = None
     score_seconds: Seconds | None = None

@@ -13,7 +13,7 @@ scheduler, to the nanosecond. Rewards are scored in units of the greatest common
 is exact if the batch divides the slice or is larger, and with one reward lane if whole groups are trained. It is
 an estimate for several reward lanes whose batches do not divide the slice. Runs in which lanes take several slices
 at once are estimates, too: in `batch` order such slices are treated as neighbours in the list, and their rewards
-are scored in batches of one slice. Evaluations under way keep their lanes busy; later ones are not known.
+are scored in batches of one slice.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from digenrl.scheduling.staleness import admitted_samples
 
 HELPER_CLASS = -1
 NO_STEP = -1  # of a bundle that produces nothing
+HELD_OUT = -2  # of a bundle of held-out chunks
 GROUPS_PER_NODE = 16  # group updates that cost about as much as an instant
 COPIES_PER_NODE = 256  # copied entries that cost about as much as an instant
 
@@ -64,9 +65,13 @@ class Forecast:
     trained: int  # trained units of the current step
     committed: int  # the current step, and the trainer's version
     published: list[int]  # the generators' version, by link
-    publications: list[tuple[int, int]]  # when the next versions arrive, and over which link; soonest first
+    publications: list[tuple[int, int, int]]  # (when it arrives, link, version), soonest first
     scorer_free: list[int]  # when each reward lane is idle, soonest first
     being_scored: deque[tuple[int, int, Runs]]  # (end, step, samples of each group)
+    sent: int  # the newest version that was published, loaded or not
+    chunks: int = 0  # unstarted held-out chunks of that version
+    sampling: int = 0  # those that lanes hold
+    saves: bool = False  # whether the trainer writes a checkpoint next
 
     def fork(self) -> Forecast:
         """An independent copy of this future."""
@@ -75,7 +80,8 @@ class Forecast:
             self.constants, self.counter, self.now, self.running[:], self.idle[:], self.slices, self.position,
             self.holes[:], self.slices_step, self.stale_used, self.stale_next, self.open_groups[:],
             self.open_groups_next[:], self.done, self.done_next, self.trained, self.committed, self.published[:],
-            self.publications[:], self.scorer_free, self.being_scored.copy(),
+            self.publications[:], self.scorer_free, self.being_scored.copy(), self.sent, self.chunks,
+            self.sampling, self.saves,
         )  # fmt: skip
 
     def key(self) -> tuple[object, ...]:
@@ -87,7 +93,7 @@ class Forecast:
             self.done, self.done_next, self.trained,
             self.committed, tuple(self.published), tuple(self.publications), tuple(self.idle), tuple(bundles),
             tuple(self.open_groups), tuple(self.open_groups_next), tuple(self.scorer_free),
-            tuple(self.being_scored),
+            tuple(self.being_scored), self.sent, self.chunks, self.sampling,
         )  # fmt: skip
 
     def start_generators(self) -> None:
@@ -106,6 +112,9 @@ class Forecast:
     def run_to_decision(self) -> bool:
         """Trains what is ready until a bubble (False) or, after the last unit, through the commit (True)."""
         constants = self.constants
+        if self.saves:
+            self.saves = False
+            self._work(constants.save_ns)
         while self.trained < constants.units:
             ready = self.ready
             if not ready:
@@ -175,15 +184,31 @@ class Forecast:
 
     def _commit(self) -> None:
         constants = self.constants
+        # A version to be evaluated is published before the next commit.
+        while self.sent < self.committed and constants.chunks_of(self.committed):
+            at = self._next_instant()
+            if at == NEVER:
+                break
+            self._settle(at)
+            self._dispatch()
         self._pass_time(self.now + constants.commit_ns)
         self.committed += 1
+        self.saves = constants.terms.saves(self.committed)
         self.open_groups, self.done = self.open_groups_next, self.done_next
         self.open_groups_next = constants.fresh_groups[:]
         self.done_next = self.trained = 0
-        for link, publish_ns in enumerate(constants.publish_ns):
-            insort(self.publications, (self.now + publish_ns, link))
+        self.publish_newest()
         self._settle(self.now)
         self._dispatch()
+
+    def publish_newest(self) -> None:
+        """Publishes the newest version once all chunks of the one before are sampled."""
+        if self.chunks or self.sampling or self.sent == self.committed:
+            return
+        self.sent = self.committed
+        self.chunks = self.constants.chunks_of(self.sent)
+        for link, publish_ns in enumerate(self.constants.publish_ns):
+            insort(self.publications, (self.now + publish_ns, link, self.sent))
 
     def _pass_time(self, until: int) -> None:
         """Everything before `until` happens. At `until` itself generators have not yet taken slices."""
@@ -210,7 +235,9 @@ class Forecast:
             self.counter.nodes += len(runs) // GROUPS_PER_NODE
             if lane_class != HELPER_CLASS:
                 self.idle[lane_class] += lanes
-            if self.constants.score_ns:
+            if step == HELD_OUT:
+                self._end_chunks(lanes)
+            elif self.constants.score_ns:
                 self._queue_for_scoring(step, runs)
             else:
                 self._mark_scored(step, runs, self.constants.slice_size)
@@ -220,7 +247,18 @@ class Forecast:
             self.counter.nodes += len(counts) // GROUPS_PER_NODE
             self._mark_scored(step, counts, 1)
         while self.publications and self.publications[0][0] <= at:
-            self.published[self.publications.pop(0)[1]] += 1
+            _, link, version = self.publications.pop(0)
+            self.published[link] = version
+
+    def _end_chunks(self, chunks: int) -> None:
+        """Sampled chunks queue for the reward lanes, and the newest version may have waited for the last one."""
+        self.sampling -= chunks
+        if self.constants.score_ns and self.constants.score_chunk_ns:
+            free = self.scorer_free[:]
+            for _ in range(chunks):
+                insort(free, max(self.now, free.pop(0)) + self.constants.score_chunk_ns)
+            self.scorer_free = free
+        self.publish_newest()
 
     def _mark_scored(self, step: int, runs: Runs, samples_each: int) -> None:
         """Samples are scored, `samples_each` for each entry that the runs count."""
@@ -248,6 +286,9 @@ class Forecast:
         constants, score_ns, round_ns = self.constants, self.constants.score_ns, self.constants.score_round_ns
         unit, units_of_slice = constants.score_unit, constants.slice_size // constants.score_unit
         ready = [max(self.now, free) for free in self.scorer_free]
+        if ready[-1] > ready[0] + score_ns:  # a reward lane is busy for longer, and does not take turns
+            self._queue_one_by_one(step, runs, ready)
+            return
         scorers, place = len(ready), 0
         together: dict[int, list[tuple[int, int]]] = {}
         for group, slices in runs:
@@ -263,11 +304,24 @@ class Forecast:
         later = [free + score_ns * (full_turns + 1) for free in ready[:rest]]
         self.scorer_free = [free + score_ns * full_turns for free in ready[rest:]] + later
 
+    def _queue_one_by_one(self, step: int, runs: Runs, free: list[int]) -> None:
+        """The same for reward lanes that are free at any times, soonest first."""
+        constants, units_of_slice = self.constants, self.constants.slice_size // self.constants.score_unit
+        for group, slices in runs:
+            for _ in range(slices * units_of_slice):
+                end = free.pop(0) + constants.score_ns
+                insort(free, end)
+                self.being_scored.append((end, step, ((group, constants.score_unit),)))
+            self.counter.nodes += slices * units_of_slice // GROUPS_PER_NODE
+        self.scorer_free = free
+
     # --- Dispatch ----------------------------------------------------------------------------------------------
 
     def _dispatch(self) -> None:
-        """Idle generator lanes take slices, the fastest class first."""
+        """Idle generator lanes take held-out chunks, then slices, the fastest class first."""
         constants = self.constants
+        if self.chunks:
+            self._dispatch_chunks()
         if constants.earliest_finish:
             self._dispatch_by_finish()
             return
@@ -282,6 +336,17 @@ class Forecast:
                 self._start(lanes, slices, version, lane_class, offer.expected_ns(slices))
                 idle -= lanes
                 self.idle[lane_class] = idle
+
+    def _dispatch_chunks(self) -> None:
+        """Idle lanes that have the version take its chunks."""
+        constants = self.constants
+        for lane_class, idle in enumerate(self.idle):
+            lanes = min(idle, self.chunks)
+            if lanes and self.published[constants.class_link[lane_class]] == self.sent:
+                self.idle[lane_class] -= lanes
+                self.chunks -= lanes
+                self.sampling += lanes
+                heappush(self.running, (self.now + constants.chunk_ns, HELD_OUT, lane_class, HELD_OUT, lanes, ()))
 
     def _dispatch_by_finish(self) -> None:
         """The same with `dispatch: earliest_finish`. Lanes whose version admits no slice do not count."""

@@ -25,10 +25,11 @@ class ForecastConstants:
     """What does not change while a forecast runs; shared by all its forks."""
 
     __slots__ = (
-        "batch", "budget", "by_sample", "class_at_once", "class_link", "class_ns", "classes", "commit_ns",
-        "copied_entries", "earliest_finish", "fresh_groups", "full_list", "helper", "helper_ns", "helpers",
-        "next_list", "next_stale", "next_step", "publish_ns", "score_ns", "score_round_ns", "score_unit",
-        "slice_size", "slices_per_step", "steps", "switch_in_ns", "switch_out_ns", "unit_ns", "units",
+        "batch", "budget", "by_sample", "chunk_ns", "class_at_once", "class_link", "class_ns", "classes",
+        "commit_ns", "copied_entries", "earliest_finish", "fresh_groups", "full_list", "helper", "helper_ns",
+        "helpers", "next_list", "next_stale", "next_step", "publish_ns", "save_ns", "score_chunk_ns", "score_ns",
+        "score_round_ns", "score_unit",
+        "slice_size", "slices_per_step", "steps", "switch_in_ns", "switch_out_ns", "terms", "unit_ns", "units",
         "whole_step_ns",
     )  # fmt: skip
 
@@ -62,7 +63,9 @@ class ForecastConstants:
         self.units = terms.samples_per_step if self.by_sample else terms.prompts
         self.unit_ns = costs.train_ns(1 if self.by_sample else terms.samples_per_prompt)
         self.whole_step_ns = terms.prompts * costs.train_ns(terms.samples_per_prompt)
-        self.commit_ns = costs.commit_ns
+        self.terms = terms
+        self.commit_ns, self.save_ns = costs.commit_ns, costs.save_ns
+        self.chunk_ns, self.score_chunk_ns = costs.evaluate_ns, costs.score_chunk_ns
         self.switch_in_ns, self.switch_out_ns = costs.switch_in_ns, costs.switch_out_ns
         self.score_unit = terms.score_unit  # samples that are scored together
         self.score_ns = costs.score_batch_ns(self.score_unit) if terms.scorers else 0  # for one unit
@@ -70,3 +73,7 @@ class ForecastConstants:
         if terms.prompts > EXACT_SCORES_UP_TO and class_ns:
             self.score_round_ns = max(1, class_ns[0] // SCORE_STEPS_PER_SLICE)
         self.earliest_finish = terms.dispatch == "earliest_finish"
+
+    def chunks_of(self, version: int) -> int:
+        """The held-out chunks of a version: 0 if it is not evaluated."""
+        return self.terms.evaluation_chunks if self.classes and self.terms.evaluates(version) else 0

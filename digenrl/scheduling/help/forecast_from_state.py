@@ -7,13 +7,13 @@ from collections import deque
 from collections.abc import Iterator
 from heapq import heapify, heappush
 
-from digenrl.records import Generate, LaneOffer, Score, Slice
+from digenrl.records import Evaluate, Generate, LaneOffer, Score, Slice
 from digenrl.scheduling.dispatch import expected_end_ns
-from digenrl.scheduling.help.forecast import HELPER_CLASS, NO_STEP, Bundle, Forecast
+from digenrl.scheduling.help.forecast import HELD_OUT, HELPER_CLASS, NO_STEP, Bundle, Forecast
 from digenrl.scheduling.help.forecast_constants import NEVER, ForecastConstants, NodeCounter
 from digenrl.scheduling.help.slice_lists import Runs, started_places, unstarted_slices
 from digenrl.scheduling.order import positions
-from digenrl.scheduling.state import Lane, SchedulerState, StepProgress, is_wanted, open_step
+from digenrl.scheduling.state import Lane, SchedulerState, StepProgress, find_evaluation, is_wanted, open_step
 from digenrl.scheduling.terms import Costs, Terms
 
 MOST_CLASSES = 8  # up to this many different speeds are exact
@@ -33,6 +33,7 @@ def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
     ]
     classes, class_of = _classes(state.costs, generators)
     constants = ForecastConstants(state, classes)
+    sent = max((lane.sent_version for lane in generators), default=state.committed)
     published, publications = _versions_ahead(state, constants, generators, at_ns)
     idle, without_weights = [0] * len(classes), [0] * len(classes)
     for lane in (state.lanes[index] for index in state.idle):
@@ -73,27 +74,41 @@ def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
         publications=publications,
         scorer_free=scorer_free,
         being_scored=being_scored,
+        sent=sent,
+        chunks=_unstarted_chunks(state, sent),
+        sampling=sum(lanes for _, _, _, step, lanes, _ in running if step == HELD_OUT),
     )
     future.skip_holes()
+    future.publish_newest()  # unless an evaluation keeps it waiting, as after a commit
     return future
 
 
 def _versions_ahead(
     state: SchedulerState, constants: ForecastConstants, generators: list[Lane], at_ns: int
-) -> tuple[list[int], list[tuple[int, int]]]:
+) -> tuple[list[int], list[tuple[int, int, int]]]:
     """The newest version on any generator lane of each link, and when each later one is expected to arrive."""
     published: list[int] = []
-    publications: list[tuple[int, int]] = []
+    publications: list[tuple[int, int, int]] = []
     for link, publish_ns in enumerate(constants.publish_ns):
         lanes = [lane for lane in generators if state.costs.publication_ns(lane.publish_ns) == publish_ns]
         newest = max(lane.version for lane in lanes)
-        ahead = [max(at_ns + 1, sent_ns + publish_ns) for version, sent_ns in state.publishing if version > newest]
-        if newest + len(ahead) < state.committed:
+        ahead = [
+            (max(at_ns + 1, sent_ns + publish_ns), link, version)
+            for version, sent_ns in state.publishing
+            if version > newest
+        ]
+        sent = max(lane.sent_version for lane in lanes)
+        if sent > max((version for _, _, version in ahead), default=newest):
             # Only lanes that have just joined, which are being sent the newest version.
-            newest, ahead = state.committed, []
+            newest, ahead = sent, []
         published.append(newest)
-        publications += [(due_ns, link) for due_ns in ahead]
+        publications += ahead
     return published, sorted(publications)
+
+
+def _unstarted_chunks(state: SchedulerState, version: int) -> int:
+    evaluation = find_evaluation(state, version)
+    return len(evaluation.unstarted) if evaluation is not None else 0
 
 
 def _loaded_ns(state: SchedulerState, at_ns: int, version: int, publish_ns: int) -> int:
@@ -147,7 +162,9 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
         end = max(at_ns + 1, expected_end_ns(state, lane))
         lane_class = HELPER_CLASS if lane.helper else class_of[_kind(state.costs, lane)]
         step, member = NO_STEP, (0, 0, 0)
-        if isinstance(job, Generate) and job.id not in twice and is_wanted(state, job.slice):
+        if isinstance(job, Evaluate) and is_wanted(state, job.chunk):
+            step = HELD_OUT
+        elif isinstance(job, Generate) and job.id not in twice and is_wanted(state, job.slice):
             piece = job.slice
             step, member = piece.step, (position(piece), piece.group, piece.size // slice_size)
         members.setdefault((end, lane_class, step), []).append(member)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from datetime import date
@@ -11,11 +12,15 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from fake_recipes import fake_recipe
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from digenrl.cli import app
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipes.prompts import PromptSettings
+from digenrl.prompts.checks import check_prompts
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt, read_prompts
 
@@ -181,3 +186,54 @@ def test_a_sampler_needs_prompts_and_at_least_one_per_step() -> None:
         PromptSampler(numbered(1), 0, seed=0)
     with pytest.raises(ValueError, match="step -1"):
         PromptSampler(numbered(1), 1, seed=0).prompt_for(-1, 0)
+
+
+DETECTED = {"name": "geneval", "detector": "a/b"}
+JUDGED = {"name": "judge", "url": "http://127.0.0.1", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scored", "unscored", "message"),
+    [
+        ("ocr", {"text": "OPEN"}, {}, "'ocr': no text to look for"),
+        ("ocr", {"text": "OPEN"}, {"text": 5}, "'ocr': metadata 'text' must be a string, got 5"),
+        ("face_count", {"faces": 2}, {}, "'face_count': needs the number of faces"),
+        ("imagenet", {"class": "goldfish"}, {"class": "goldfisch"}, "metadata `class`: .*did you mean 'goldfish'"),
+        (DETECTED, {"include": [{"class": "cat", "count": 1}]}, {}, "'geneval': not GenEval's metadata: include"),
+        ({**JUDGED, "template": "ocr"}, {"text": "OPEN"}, {}, r"'judge': the template needs \$text"),
+        ({**JUDGED, "template": "edit"}, {"images": ["a.png"]}, {}, "'judge': the prompt has no source image"),
+    ],
+)
+def test_a_prompt_that_a_reward_cannot_score_is_found_before_a_run(
+    tmp_path: Path, rewards: object, scored: dict[str, object], unscored: dict[str, object], message: str
+) -> None:
+    rows = [{"prompt": "a cat", **columns} for columns in (scored, unscored)]
+    good = written(tmp_path, "good.jsonl", json.dumps(rows[0]))
+    bad = written(tmp_path, "bad.jsonl", "\n".join(map(json.dumps, rows)))
+    assert not check_prompts(fake_recipe(prompts={"path": good}, rewards=[rewards]))
+    held_out = {"prompts": {"path": bad}}
+    for recipe in (
+        fake_recipe(prompts={"path": bad}, rewards=[rewards]),
+        fake_recipe(prompts={"path": good}, rewards=[rewards], evaluation=held_out),
+        fake_recipe(prompts={"path": good}, evaluation={**held_out, "rewards": [rewards]}),
+    ):
+        with pytest.raises(ConfigError, match=rf"bad\.jsonl:2: .*{message}"):
+            check_prompts(recipe)
+
+
+@pytest.mark.parametrize("command", ["train", "check", "plan --cluster absent.yaml"])
+def test_commands_check_prompts_first(tmp_path: Path, command: str) -> None:
+    word, *options = command.split()
+    path = written(tmp_path, "p.txt", 'a sign "OPEN"\na cat\n')
+    error = CliRunner().invoke(app, [word, "demo", f"prompts.path={path}", *options]).exception
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith(f"{path}:2: reward 'ocr'")
+
+
+def test_held_out_prompts_that_are_also_trained_on_are_a_warning(tmp_path: Path) -> None:
+    train, other = written(tmp_path, "p.txt", "a\nb\nc\n"), written(tmp_path, "q.txt", "x\nb\na\ny\n")
+    (warning,) = check_prompts(fake_recipe(prompts={"path": train}, evaluation={"prompts": {"path": other}}))
+    assert "2 of 4" in warning
+    assert f"{other}:2" in warning
+    absent = {"path": tmp_path / "absent.txt"}
+    assert not check_prompts(fake_recipe(prompts=absent, evaluation={"prompts": absent}), may_be_absent=True)

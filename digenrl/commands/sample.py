@@ -110,7 +110,7 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
     name = UNTRAINED if checkpoint is None else checkpoint.name
     wanted = _requested_prompts(folder.recipe, request)
     recipe = folder.recipe if checkpoint is None else folder.recipe.from_checkpoint()
-    blueprint = read_blueprint(_with_evaluation(recipe, request))
+    blueprint = read_blueprint(_with_evaluation(recipe, request), trains=False)
     how = "give them with --image" if request.prompts else IN_FILES
     check_source_counts(blueprint.family, wanted.prompts, how, sources_of(blueprint))
     check_images(wanted.prompts)

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import date, time
+from datetime import date, time, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NoReturn
@@ -131,16 +131,24 @@ def _from_record(index: int, record: dict[str, Any], settings: PromptSettings, w
 
 
 def _plain(value: Any) -> Any:
-    """A value of a parquet file as JSON has it: dates as text, decimals as numbers, and null instead of NaN."""
+    """A value of a parquet file as JSON has it, so that rewards get the same in all processes and on servers.
+
+    Dates are text, bytes text in base64, decimals and durations (in seconds) numbers; numbers that are not finite
+    are null.
+    """
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, date | time):
         return value.isoformat()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
     if isinstance(value, Decimal):
         value = float(value)
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _paired_image(record: dict[str, Any], column: str, settings: PromptSettings, where: str) -> ImageSource:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from datetime import date
+from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -66,11 +66,18 @@ def test_json_lines_carry_metadata(tmp_path: Path) -> None:
 
 def test_parquet_rows_carry_metadata(tmp_path: Path) -> None:
     columns = {"day": [date(2026, 1, 2), None], "price": [Decimal("1.5"), None], "list": [[math.nan], []]}
+    columns |= {"jpg": [b"\xff\xd8", None], "length": [timedelta(seconds=1.5), None]}
     table = pyarrow.table({"prompt": ["a", "b"], "text": ["x", None], "n": [1, 2], **columns})
     pyarrow.parquet.write_table(table, tmp_path / "p.parquet", row_group_size=1)
     assert read(tmp_path / "p.parquet") == (
-        Prompt(0, "a", {"text": "x", "n": 1, "day": "2026-01-02", "price": 1.5, "list": [None]}),
-        Prompt(1, "b", {"text": None, "n": 2, "day": None, "price": None, "list": []}),
+        Prompt(
+            0,
+            "a",
+            {"text": "x", "n": 1, "day": "2026-01-02", "price": 1.5, "list": [None], "jpg": "/9g=", "length": 1.5},
+        ),
+        Prompt(
+            1, "b", {"text": None, "n": 2, "day": None, "price": None, "list": [], "jpg": None, "length": None}
+        ),
     )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import date, time, timedelta
 from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,7 +46,7 @@ def read_prompts(settings: PromptSettings) -> tuple[Prompt, ...]:
         raise ConfigError(
             f"{settings.path or settings.name}: has {len(prompts)} prompts, count = {settings.count}; lower it"
         )
-    return prompts[: settings.count]
+    return prompts
 
 
 def _from_prompt_set(settings: PromptSettings) -> tuple[Prompt, ...]:
@@ -63,7 +64,7 @@ def _from_file(path: Path, settings: PromptSettings) -> tuple[Prompt, ...]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected prompts as .txt, .jsonl or .parquet")
     readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".parquet": _from_parquet}
-    prompts = tuple(readers[path.suffix](path, settings))
+    prompts = tuple(islice(readers[path.suffix](path, settings), settings.count))
     if not prompts:
         raise ConfigError(f"{path}: contains no prompts; at least one is needed")
     return prompts
@@ -79,10 +80,11 @@ def _from_text(path: Path, settings: PromptSettings) -> Iterator[Prompt]:
 
 def _from_json_lines(path: Path, settings: PromptSettings) -> Iterator[Prompt]:
     """One object per line with a prompt and perhaps source images; the other keys are metadata."""
+    decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
     for index, line in enumerate(_lines(path)):
         where = f"{path}:{index + 1}"
         try:
-            content = json.loads(line, parse_constant=_refuse_constant)
+            content = decode(line)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not valid JSON: {one_line(error)}") from None
         if not isinstance(content, dict):

@@ -64,6 +64,14 @@ def test_json_lines_carry_metadata(tmp_path: Path) -> None:
     assert read(written(tmp_path, "q.jsonl", '{"caption": "c"}'), column="caption") == (Prompt(0, "c"),)
 
 
+def test_only_the_first_prompts_of_a_file_are_read(tmp_path: Path) -> None:
+    path = written(tmp_path, "p.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\nnot read\n')
+    assert [prompt.text for prompt in read_prompts(PromptSettings(path=path, count=2))] == ["a", "b"]
+    short = written(tmp_path, "p.txt", "a\nb\n")
+    with pytest.raises(ConfigError, match="has 2 prompts, count = 3"):
+        read_prompts(PromptSettings(path=short, count=3))
+
+
 def test_parquet_rows_carry_metadata(tmp_path: Path) -> None:
     columns = {"day": [date(2026, 1, 2), None], "price": [Decimal("1.5"), None], "list": [[math.nan], []]}
     columns |= {"jpg": [b"\xff\xd8", None], "length": [timedelta(seconds=1.5), None]}

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from digenrl.cli import app
+from digenrl.commands.sample import SampleRequest, requested_prompts
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.prompts.checks import check_prompts
@@ -243,6 +244,14 @@ def test_commands_check_prompts_first(tmp_path: Path, command: str) -> None:
     error = CliRunner().invoke(app, [word, "demo", f"prompts.path={path}", *options]).exception
     assert isinstance(error, ConfigError)
     assert str(error).startswith(f"{path}:2: reward 'ocr'")
+
+
+def test_a_file_to_sample_from_has_the_columns_of_the_recipe(tmp_path: Path) -> None:
+    path = written(tmp_path, "p.jsonl", '{"caption": "redder", "source": "a.png"}\n')
+    columns = {"column": "caption", "image_column": "source"}
+    for recipe in (fake_recipe(prompts=columns), fake_recipe(evaluation={"prompts": {"path": path, **columns}})):
+        (prompt,) = requested_prompts(recipe, SampleRequest(prompts=path)).prompts
+        assert (prompt.text, prompt.images) == ("redder", (tmp_path / "a.png",))
 
 
 def test_held_out_prompts_that_are_also_trained_on_are_a_warning(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from digenrl.models.family import Family
 from digenrl.models.loading.sources import ModelSource, fetch_index, local_files, open_pipeline, remote_files
 from digenrl.models.loading.weight_files import components, folder_listing, pipeline_files, read_header
 from digenrl.models.registry import FAMILIES, find_family
+from digenrl.prompts.checks import check_prompts
 from digenrl.telemetry.writing import check_writable, write_atomically
 from digenrl.worker.blueprint import (
     Blueprint,
@@ -214,7 +215,9 @@ def _check_picture(path: Path) -> None:
 
 def _read_target(where: str, overrides: Sequence[str]) -> _Target:
     if where in shipped_recipes() or where.endswith(FILE_ENDINGS):
-        return _Target(read_recipe(where, overrides, without_prompts=True), alone=False)
+        recipe = read_recipe(where, overrides, without_prompts=True)
+        check_prompts(recipe, may_be_absent=True)
+        return _Target(recipe, alone=False)
     if where.isidentifier() and not Path(where).exists() and not is_made_here(where):
         raise ConfigError(f"{where}: neither a folder nor a recipe; {nearest(where, list(shipped_recipes()))}")
     given = {key for override in read_overrides(overrides) for key in override.keys_set()}

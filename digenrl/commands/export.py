@@ -86,7 +86,8 @@ def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -
         raise ConfigError(f"--checkpoint: {checkpoint} is the untrained model, which has nothing to export")
     _check(folder, form)
     state = read_checkpoint(path).trainer_state
-    request = _Request(folder, read_blueprint(folder.recipe.from_checkpoint()), weights_to_export(state))
+    blueprint = read_blueprint(folder.recipe.from_checkpoint(), trains=False)
+    request = _Request(folder, blueprint, weights_to_export(state))
     with new_folder(given, folder.path / "exported", form) as target:
         with written_files(target) as partial:
             _WRITE[form](request, partial)

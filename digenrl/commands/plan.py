@@ -38,6 +38,7 @@ from digenrl.planning.results.plan_tables import (
 )
 from digenrl.planning.results.plans import PlanResult
 from digenrl.planning.sites.trainer_places import places_words
+from digenrl.prompts.checks import check_prompts
 from digenrl.telemetry.writing import check_new_yaml, write_atomically
 
 DEFAULT_FILE = Path("plan.yaml")
@@ -63,7 +64,9 @@ def read_request(words: list[str], model: str | None) -> Recipe | Workload:
         raise ConfigError(
             "plan: give a recipe: 'digenrl plan sd3_flow_grpo --cluster cluster.yaml', or --model FAMILY"
         )
-    return read_recipe(words[0], words[1:], without_prompts=True)
+    recipe = read_recipe(words[0], words[1:], without_prompts=True)
+    check_prompts(recipe, may_be_absent=True)
+    return recipe
 
 
 def output_files(request: Recipe | Workload, plan: Path | None, spec: Path | None, force: bool) -> PlanFiles:

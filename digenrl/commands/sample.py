@@ -108,9 +108,9 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
     folder = RunFolder.open(run)
     checkpoint = find_checkpoint(folder, request.checkpoint)
     name = UNTRAINED if checkpoint is None else checkpoint.name
-    wanted = _requested_prompts(folder.recipe, request)
+    wanted = requested_prompts(folder.recipe, request)
     recipe = folder.recipe if checkpoint is None else folder.recipe.from_checkpoint()
-    blueprint = read_blueprint(_with_evaluation(recipe, request))
+    blueprint = read_blueprint(_with_evaluation(recipe, request), trains=False)
     how = "give them with --image" if request.prompts else IN_FILES
     check_source_counts(blueprint.family, wanted.prompts, how, sources_of(blueprint))
     check_images(wanted.prompts)
@@ -158,7 +158,7 @@ def print_samples(samples: WrittenSamples) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompts:
+class SampledPrompts:
     """The prompts of samples; the first `count` samples are kept, the others complete the last batch.
 
     The last bits of a sample depend on its batch, so batches must be those of an evaluation.
@@ -168,10 +168,11 @@ class _Prompts:
     count: int
 
 
-def _requested_prompts(recipe: Recipe, request: SampleRequest) -> _Prompts:
+def requested_prompts(recipe: Recipe, request: SampleRequest) -> SampledPrompts:
+    """The prompts to sample. A file has the columns that the recipe names."""
     evaluation = _evaluation_of(recipe)
     if isinstance(request.prompts, Path):
-        prompts = read_prompts(_prompt_settings(request.prompts))
+        prompts = read_prompts(_prompt_settings(request.prompts, evaluation.prompts))
         return _repeated(prompts, request.count or min(len(prompts), evaluation.shown))
     if request.prompts:
         if not all(text.strip() for text in request.prompts):
@@ -184,16 +185,17 @@ def _requested_prompts(recipe: Recipe, request: SampleRequest) -> _Prompts:
     if count > len(prompts):
         return _repeated(prompts, count)
     whole_batches = -(-count // evaluation.batch) * evaluation.batch
-    return _Prompts(prompts[:whole_batches], count)
+    return SampledPrompts(prompts[:whole_batches], count)
 
 
-def _repeated(prompts: Sequence[Prompt], count: int) -> _Prompts:
-    return _Prompts(tuple(islice(cycle(prompts), count)), count)
+def _repeated(prompts: Sequence[Prompt], count: int) -> SampledPrompts:
+    return SampledPrompts(tuple(islice(cycle(prompts), count)), count)
 
 
-def _prompt_settings(path: Path) -> PromptSettings:
+def _prompt_settings(path: Path, own: PromptSettings) -> PromptSettings:
+    columns = {"column": own.column, "image_column": own.image_column}
     try:
-        return parse_model(PromptSettings, {"path": path})
+        return parse_model(PromptSettings, {"path": path, **columns})
     except ConfigError as error:
         raise ConfigError(f"--prompts: {str(error).removeprefix('path: ')}") from None
 

@@ -11,8 +11,9 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import date, time
+from datetime import date, time, timedelta
 from decimal import Decimal
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -45,7 +46,7 @@ def read_prompts(settings: PromptSettings) -> tuple[Prompt, ...]:
         raise ConfigError(
             f"{settings.path or settings.name}: has {len(prompts)} prompts, count = {settings.count}; lower it"
         )
-    return prompts[: settings.count]
+    return prompts
 
 
 def _from_prompt_set(settings: PromptSettings) -> tuple[Prompt, ...]:
@@ -63,7 +64,7 @@ def _from_file(path: Path, settings: PromptSettings) -> tuple[Prompt, ...]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; expected prompts as .txt, .jsonl or .parquet")
     readers = {".txt": _from_text, ".jsonl": _from_json_lines, ".parquet": _from_parquet}
-    prompts = tuple(readers[path.suffix](path, settings))
+    prompts = tuple(islice(readers[path.suffix](path, settings), settings.count))
     if not prompts:
         raise ConfigError(f"{path}: contains no prompts; at least one is needed")
     return prompts
@@ -79,10 +80,11 @@ def _from_text(path: Path, settings: PromptSettings) -> Iterator[Prompt]:
 
 def _from_json_lines(path: Path, settings: PromptSettings) -> Iterator[Prompt]:
     """One object per line with a prompt and perhaps source images; the other keys are metadata."""
+    decode = json.JSONDecoder(parse_constant=_refuse_constant).decode
     for index, line in enumerate(_lines(path)):
         where = f"{path}:{index + 1}"
         try:
-            content = json.loads(line, parse_constant=_refuse_constant)
+            content = decode(line)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not valid JSON: {one_line(error)}") from None
         if not isinstance(content, dict):
@@ -131,16 +133,24 @@ def _from_record(index: int, record: dict[str, Any], settings: PromptSettings, w
 
 
 def _plain(value: Any) -> Any:
-    """A value of a parquet file as JSON has it: dates as text, decimals as numbers, and null instead of NaN."""
+    """A value of a parquet file as JSON has it, so that rewards get the same in all processes and on servers.
+
+    Dates are text, bytes text in base64, decimals and durations (in seconds) numbers; numbers that are not finite
+    are null.
+    """
     if isinstance(value, dict):
         return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, date | time):
         return value.isoformat()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, timedelta):
+        return value.total_seconds()
     if isinstance(value, Decimal):
         value = float(value)
-    return None if isinstance(value, float) and math.isnan(value) else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _paired_image(record: dict[str, Any], column: str, settings: PromptSettings, where: str) -> ImageSource:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from digenrl.config.rewards.base import SOURCE_IMAGES as SOURCE_IMAGES
+from digenrl.config.rewards.base import RewardSettings
+
 if TYPE_CHECKING:
     from PIL import Image
 
 Metadata = Mapping[str, Any]
-# The metadata key of a sample's source images, if there are any: a tuple of tensors (3, H, W), fp32 in [0, 1].
-SOURCE_IMAGES = "source_images"
 # The metadata key of a sample that is an image of a pair: True for the chosen image, False for the rejected one.
 PREFERRED = "preferred"
 ROUNDING = 1e-4  # how far the pixels of a decoder may exceed [0, 1]
@@ -123,6 +124,20 @@ class FrameReward(Reward):
         counted = [self.counts(value) for value in scores.values]
         parts = {name: _means(part, counted, count) for name, part in scores.parts.items()}
         return RewardBatch(_means(scores.values, counted, count), parts)
+
+
+def all_wanted(settings: RewardSettings, prompts: Sequence[str], metadata: Sequence[Metadata]) -> list[Any]:
+    """What each sample is compared with; raises RewardError naming the samples whose prompts do not say."""
+    found: list[Any] = []
+    reasons: dict[int, str] = {}
+    for row, (prompt, one) in enumerate(zip(prompts, metadata, strict=True)):
+        try:
+            found.append(settings.wanted(prompt, one))
+        except ValueError as error:
+            reasons[row] = str(error)
+    if reasons:
+        raise RewardError(settings.shown_as, next(iter(reasons.values())), tuple(reasons))
+    return found
 
 
 def as_uint8(pixels: Tensor) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from skimage import data
 from skimage.feature import Cascade
 from torch import Tensor
 
 from digenrl.config.rewards.table import FaceCountSettings
-from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError
+from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, all_wanted
 
 LARGER_BY = 1.2  # from one window size to the next
 STEP = 1.0  # of a window, in its smallest pixels
@@ -21,20 +20,13 @@ class FaceCountReward(FrameReward):
 
     def __init__(self, settings: FaceCountSettings) -> None:
         super().__init__(settings.shown_as, settings.frame_stride)
-        self._wanted, self._smallest = settings.faces, settings.smallest
+        self._settings = settings
         self._cascade = Cascade(data.lbp_frontal_face_cascade_filename())
 
     def score_frames(
         self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
-        given = [one.get("faces") for one in metadata]
-        wanted: list[Any] = [self._wanted if count is None else count for count in given]
-        bad = tuple(index for index, count in enumerate(wanted) if type(count) is not int or count < 0)
-        if bad:
-            why = (
-                f"needs the wanted number of faces, as metadata `faces` or in its settings, got {wanted[bad[0]]!r}"
-            )
-            raise RewardError(self.label, why, bad)
+        wanted = all_wanted(self._settings, prompts, metadata)
         found = [self._count(frame_CHW) for frame_CHW in frames_NCHW]
         errors = [abs(count - wish) / max(wish, 1) for count, wish in zip(found, wanted, strict=True)]
         parts = {
@@ -45,7 +37,7 @@ class FaceCountReward(FrameReward):
 
     def _count(self, frame_CHW: Tensor) -> int:
         largest = min(frame_CHW.shape[1:])
-        smallest = max(1, round(self._smallest * largest))
+        smallest = max(1, round(self._settings.smallest * largest))
         boxes = self._cascade.detect_multi_scale(
             img=frame_CHW.permute(1, 2, 0).contiguous().numpy(),
             scale_factor=LARGER_BY,

@@ -11,16 +11,16 @@ from functools import partial
 
 import torch
 from PIL import Image
-from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer
 
+from digenrl.config.rewards.geneval_tasks import COLOURS, Task
 from digenrl.config.rewards.models import GenevalSettings
-from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError, as_pil
+from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError, all_wanted, as_pil
 from digenrl.rewards.parts.clip import ClipImages, load_clip, processor_of
 from digenrl.rewards.parts.detectors import DetectorError, find_detector
-from digenrl.rewards.parts.geneval_rules import COLOURS, Detection, Task, judge
+from digenrl.rewards.parts.geneval_rules import Detection, judge
 from digenrl.rewards.parts.weights import load_pretrained, pick_device
 
 BACKGROUND = "#999"  # replaces everything but the object, where the detector has masks
@@ -76,14 +76,15 @@ class GenevalReward(FrameReward):
 
     def __init__(self, settings: GenevalSettings) -> None:
         super().__init__(settings.shown_as, settings.frame_stride)
-        self.score_by = settings.score
+        self._settings, self.score_by = settings, settings.score
         self.detector = find_detector(settings)
         self.name_colours = ColourNamer(settings)
 
     def score_frames(
         self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
-        tasks = [self._task(row, one) for row, one in enumerate(metadata)]
+        tasks = all_wanted(self._settings, prompts, metadata)
+        self._check_labels(tasks)
         images = list(as_pil(frames_NCHW))
         try:
             found = self.detector.detect(images)
@@ -100,21 +101,14 @@ class GenevalReward(FrameReward):
         }
         return RewardBatch(parts[self.score_by], parts)
 
-    def _task(self, row: int, metadata: Metadata) -> Task:
-        content = {key: metadata[key] for key in ("tag", "include", "exclude") if metadata.get(key) is not None}
-        try:
-            task = Task.model_validate(content)
-        except ValidationError as error:
-            reason = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in reason["loc"]) or "metadata"
-            raise RewardError(self.label, f"not GenEval's metadata: {where}: {reason['msg']}", (row,)) from None
-        unknown = [
-            one.label for one in task.include if self.detector.labels and one.label not in self.detector.labels
-        ]
-        if unknown:
-            known = ", ".join(sorted(self.detector.labels or ()))
-            raise RewardError(self.label, f"the detector does not know '{unknown[0]}'; known: {known}", (row,))
-        return task
+    def _check_labels(self, tasks: Sequence[Task]) -> None:
+        for row, task in enumerate(tasks):
+            unknown = [
+                one.label for one in task.include if self.detector.labels and one.label not in self.detector.labels
+            ]
+            if unknown:
+                known = ", ".join(sorted(self.detector.labels or ()))
+                raise RewardError(self.label, f"the detector does not know '{unknown[0]}'; known: {known}", (row,))
 
 
 build = GenevalReward

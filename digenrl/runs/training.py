@@ -30,6 +30,7 @@ from digenrl.loop import drive
 from digenrl.metrics.flop_use import SampleOperations
 from digenrl.metrics.sinks import check_logging, open_sinks
 from digenrl.metrics.step_metrics import StepMetrics
+from digenrl.prompts.checks import check_prompts, held_out_prompts
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.source_images import shown_source
 from digenrl.prompts.sources import Prompt, read_prompts
@@ -73,8 +74,8 @@ class RunClock:
 def check_recipe(recipe: Recipe) -> Backend:
     """Finds every mistake that can be found without loading a model. Returns the hardware to train on."""
     check_logging(recipe.logging)
-    read_prompts(recipe.prompts)
-    _read_held_out(recipe)
+    for warning in check_prompts(recipe):
+        logger.warning("%s", warning)
     return find_backend(recipe)
 
 
@@ -119,7 +120,7 @@ class TrainingRun:
         sampler = PromptSampler(
             read_prompts(recipe.prompts), recipe.batch.prompts, recipe.seed, recipe.prompts.shuffle
         )
-        held_out = _read_held_out(recipe)
+        held_out = list(held_out_prompts(recipe))
         _write_sources(folder, held_out)
         prompts = PromptStore(sampler, resources.artifacts.drop, held_out)
         self._sinks = (*open_sinks(folder, self._lines, self._start.step, time.time), view)
@@ -258,11 +259,6 @@ def _settled(recipe: Recipe, slice_size: int, forwards: MeasuredForwards) -> Rec
         model = model.model_copy(update={"attention": dict(forwards.kernels)})
     batch = recipe.batch.model_copy(update={"slice": slice_size})
     return recipe.model_copy(update={"batch": batch, "model": model})
-
-
-def _read_held_out(recipe: Recipe) -> list[Prompt]:
-    evaluation = recipe.evaluation
-    return [] if evaluation is None else list(read_prompts(evaluation.prompts)[: evaluation.count])
 
 
 def _write_sources(folder: RunFolder, held_out: Sequence[Prompt]) -> None:

@@ -22,7 +22,7 @@ from digenrl.config.recipes.attention import CANDIDATES
 from digenrl.config.recipes.base_precision import UNQUANTIZED
 from digenrl.config.recipes.paths import DEMO_MODELS
 from digenrl.config.recipes.recipe import Recipe
-from digenrl.config.recipes.windows import EulerOnly, Window
+from digenrl.config.recipes.windows import AllSteps, EulerOnly, Window
 from digenrl.generation.noise import normal_noise
 from digenrl.models.adapters.lora import Targets, add_lora, check_targets, target_layers
 from digenrl.models.adapters.lora_start import check_start, read_lora, start_from
@@ -104,8 +104,12 @@ def _schedule(model: DiffusionModel, steps: int, size: SampleSize, shift: float 
         raise ConfigError(f"model.source: its scheduler cannot be used: {one_line(error)}") from error
 
 
-def read_blueprint(recipe: Recipe) -> Blueprint:
-    """Resolves a recipe; raises ConfigError for what the family, algorithm or window does not support."""
+def read_blueprint(recipe: Recipe, trains: bool = True) -> Blueprint:
+    """Resolves a recipe; raises ConfigError for what the family, algorithm or window does not support.
+
+    If nothing `trains`, the algorithm is not looked at, since its module may not be on this machine: another one
+    takes its place.
+    """
     add_to_python_path(recipe.python_path)
     family = find_family(recipe.model.family)
     size, held_out_size = SampleSize(*recipe.sample_size), SampleSize(*recipe.held_out_size)
@@ -126,15 +130,7 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
     else:
         with naming_families(family):
             check_source(family.pipeline_class, source_of(recipe))
-    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
-    window = recipe.window
-    with errors_about("sample.window"):
-        window.check(recipe.sample.denoising_steps)
-    algorithm.settings.trained_steps(recipe.sample.denoising_steps, window)  # raises if there are none
-    _check_noise(recipe, window, algorithm)
-    _check_sampler(recipe, algorithm)
-    _check_pairs(recipe, family, algorithm)
-    check_shape(batch_shape(recipe), algorithm, recipe.training)
+    algorithm, window = _training(recipe, family) if trains else (build_algorithm("flow_grpo"), AllSteps())
     if recipe.training.lora is None and recipe.model.dtype != "float32":
         raise ConfigError(
             f"model.dtype: {recipe.model.dtype} is too coarse for weights that are trained; use float32 with "
@@ -154,6 +150,20 @@ def read_blueprint(recipe: Recipe) -> Blueprint:
         held_out_size=held_out_size,
         held_out_guidance=guidance if own_guidance is None else own_guidance,
     )
+
+
+def _training(recipe: Recipe, family: Family) -> tuple[Algorithm, Window]:
+    """The algorithm and the window; raises ConfigError for settings that do not suit them."""
+    algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    window = recipe.window
+    with errors_about("sample.window"):
+        window.check(recipe.sample.denoising_steps)
+    algorithm.settings.trained_steps(recipe.sample.denoising_steps, window)  # raises if there are none
+    _check_noise(recipe, window, algorithm)
+    _check_sampler(recipe, algorithm)
+    _check_pairs(recipe, family, algorithm)
+    check_shape(batch_shape(recipe), algorithm, recipe.training)
+    return algorithm, window
 
 
 def check_sizes(blueprint: Blueprint, model: DiffusionModel) -> None:
@@ -306,7 +316,7 @@ def load_model(
         )
         _add_adapters(recipe, model)
     check_sizes(blueprint, model)
-    if isinstance(model.transformer, Experts):
+    if for_a_run and isinstance(model.transformer, Experts):
         ratio = model.transformer.boundary / TRAINED_TIMESTEPS
         check_trained_expert(blueprint, blueprint.schedule(model), ratio)
     if for_a_run and recipe.model.kernels is not None:

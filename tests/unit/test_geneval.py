@@ -20,11 +20,12 @@ from transformers import CLIPModel, CLIPTokenizer, YolosForObjectDetection
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.yolos.image_processing_pil_yolos import YolosImageProcessorPil
 
+from digenrl.config.rewards.geneval_tasks import COLOURS
 from digenrl.config.rewards.models import GenevalSettings
 from digenrl.rewards.contract import RewardError
 from digenrl.rewards.geneval import ColourNamer, GenevalReward, cropped
 from digenrl.rewards.parts.detectors import LoadedDetector
-from digenrl.rewards.parts.geneval_rules import COLOURS, Detection
+from digenrl.rewards.parts.geneval_rules import Detection
 
 SIZE = (40, 30)
 TWO_CATS = {"tag": "two_object", "include": [{"class": "cat", "count": 2}]}

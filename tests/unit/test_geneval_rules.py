@@ -13,7 +13,8 @@ import pytest
 from doc_pages import ROOT
 from pydantic import ValidationError
 
-from digenrl.rewards.parts.geneval_rules import Box, Detection, Task, judge, relations
+from digenrl.config.rewards.geneval_tasks import Task
+from digenrl.rewards.parts.geneval_rules import Box, Detection, judge, relations
 
 CASES = [json.loads(line) for line in (ROOT / "tests" / "geneval_cases.jsonl").read_text().splitlines()]
 # Values of the authors' `relative_position`.

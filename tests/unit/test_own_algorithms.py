@@ -106,6 +106,13 @@ def test_a_recipe_with_it_is_read_planned_and_built() -> None:
     assert blueprint.window == recipe.window
 
 
+def test_its_module_is_not_needed_where_nothing_is_trained() -> None:
+    recipe = read_recipe("demo", ["algorithm={name: 'on_another_machine:PolicyGradient'}"])
+    assert read_blueprint(recipe, trains=False).recipe == recipe
+    with pytest.raises(ConfigError, match="on_another_machine"):
+        read_blueprint(recipe)
+
+
 @pytest.mark.parametrize(
     ("name", "options", "noun"),
     [

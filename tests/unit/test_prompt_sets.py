@@ -14,12 +14,12 @@ from typer.testing import CliRunner, Result
 from digenrl.cli import app
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.prompts import PromptSettings
+from digenrl.config.rewards.quoted_text import quoted
 from digenrl.prompt_sets.contract import FRUITLESS_DRAWS, STANDARD_COUNT, GeneratedPrompt, PromptSet
 from digenrl.prompt_sets.grammar import SLOT, Draw, Grammar
 from digenrl.prompt_sets.registry import PROMPT_SETS
 from digenrl.prompts.sources import read_prompts
 from digenrl.rewards.ocr import normalised
-from digenrl.rewards.parts.quoted_text import quoted
 
 each_set = pytest.mark.parametrize("name", PROMPT_SETS)
 

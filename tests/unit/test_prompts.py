@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
-from datetime import date
+from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
 import pytest
+from fake_recipes import fake_recipe
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from digenrl.cli import app
+from digenrl.commands.sample import SampleRequest, requested_prompts
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipes.prompts import PromptSettings
+from digenrl.prompts.checks import check_prompts
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt, read_prompts
 
@@ -59,13 +65,28 @@ def test_json_lines_carry_metadata(tmp_path: Path) -> None:
     assert read(written(tmp_path, "q.jsonl", '{"caption": "c"}'), column="caption") == (Prompt(0, "c"),)
 
 
+def test_only_the_first_prompts_of_a_file_are_read(tmp_path: Path) -> None:
+    path = written(tmp_path, "p.jsonl", '{"prompt": "a"}\n{"prompt": "b"}\nnot read\n')
+    assert [prompt.text for prompt in read_prompts(PromptSettings(path=path, count=2))] == ["a", "b"]
+    short = written(tmp_path, "p.txt", "a\nb\n")
+    with pytest.raises(ConfigError, match="has 2 prompts, count = 3"):
+        read_prompts(PromptSettings(path=short, count=3))
+
+
 def test_parquet_rows_carry_metadata(tmp_path: Path) -> None:
     columns = {"day": [date(2026, 1, 2), None], "price": [Decimal("1.5"), None], "list": [[math.nan], []]}
+    columns |= {"jpg": [b"\xff\xd8", None], "length": [timedelta(seconds=1.5), None]}
     table = pyarrow.table({"prompt": ["a", "b"], "text": ["x", None], "n": [1, 2], **columns})
     pyarrow.parquet.write_table(table, tmp_path / "p.parquet", row_group_size=1)
     assert read(tmp_path / "p.parquet") == (
-        Prompt(0, "a", {"text": "x", "n": 1, "day": "2026-01-02", "price": 1.5, "list": [None]}),
-        Prompt(1, "b", {"text": None, "n": 2, "day": None, "price": None, "list": []}),
+        Prompt(
+            0,
+            "a",
+            {"text": "x", "n": 1, "day": "2026-01-02", "price": 1.5, "list": [None], "jpg": "/9g=", "length": 1.5},
+        ),
+        Prompt(
+            1, "b", {"text": None, "n": 2, "day": None, "price": None, "list": [], "jpg": None, "length": None}
+        ),
     )
 
 
@@ -181,3 +202,62 @@ def test_a_sampler_needs_prompts_and_at_least_one_per_step() -> None:
         PromptSampler(numbered(1), 0, seed=0)
     with pytest.raises(ValueError, match="step -1"):
         PromptSampler(numbered(1), 1, seed=0).prompt_for(-1, 0)
+
+
+DETECTED = {"name": "geneval", "detector": "a/b"}
+JUDGED = {"name": "judge", "url": "http://127.0.0.1", "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scored", "unscored", "message"),
+    [
+        ("ocr", {"text": "OPEN"}, {}, "'ocr': no text to look for"),
+        ("ocr", {"text": "OPEN"}, {"text": 5}, "'ocr': metadata 'text' must be a string, got 5"),
+        ("face_count", {"faces": 2}, {}, "'face_count': needs the number of faces"),
+        ("imagenet", {"class": "goldfish"}, {"class": "goldfisch"}, "metadata `class`: .*did you mean 'goldfish'"),
+        (DETECTED, {"include": [{"class": "cat", "count": 1}]}, {}, "'geneval': not GenEval's metadata: include"),
+        ({**JUDGED, "template": "ocr"}, {"text": "OPEN"}, {}, r"'judge': the template needs \$text"),
+        ({**JUDGED, "template": "edit"}, {"images": ["a.png"]}, {}, "'judge': the prompt has no source image"),
+    ],
+)
+def test_a_prompt_that_a_reward_cannot_score_is_found_before_a_run(
+    tmp_path: Path, rewards: object, scored: dict[str, object], unscored: dict[str, object], message: str
+) -> None:
+    rows = [{"prompt": "a cat", **columns} for columns in (scored, unscored)]
+    good = written(tmp_path, "good.jsonl", json.dumps(rows[0]))
+    bad = written(tmp_path, "bad.jsonl", "\n".join(map(json.dumps, rows)))
+    assert not check_prompts(fake_recipe(prompts={"path": good}, rewards=[rewards]))
+    held_out = {"prompts": {"path": bad}}
+    for recipe in (
+        fake_recipe(prompts={"path": bad}, rewards=[rewards]),
+        fake_recipe(prompts={"path": good}, rewards=[rewards], evaluation=held_out),
+        fake_recipe(prompts={"path": good}, evaluation={**held_out, "rewards": [rewards]}),
+    ):
+        with pytest.raises(ConfigError, match=rf"bad\.jsonl:2: .*{message}"):
+            check_prompts(recipe)
+
+
+@pytest.mark.parametrize("command", ["train", "check", "plan --cluster absent.yaml"])
+def test_commands_check_prompts_first(tmp_path: Path, command: str) -> None:
+    word, *options = command.split()
+    path = written(tmp_path, "p.txt", 'a sign "OPEN"\na cat\n')
+    error = CliRunner().invoke(app, [word, "demo", f"prompts.path={path}", *options]).exception
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith(f"{path}:2: reward 'ocr'")
+
+
+def test_a_file_to_sample_from_has_the_columns_of_the_recipe(tmp_path: Path) -> None:
+    path = written(tmp_path, "p.jsonl", '{"caption": "redder", "source": "a.png"}\n')
+    columns = {"column": "caption", "image_column": "source"}
+    for recipe in (fake_recipe(prompts=columns), fake_recipe(evaluation={"prompts": {"path": path, **columns}})):
+        (prompt,) = requested_prompts(recipe, SampleRequest(prompts=path)).prompts
+        assert (prompt.text, prompt.images) == ("redder", (tmp_path / "a.png",))
+
+
+def test_held_out_prompts_that_are_also_trained_on_are_a_warning(tmp_path: Path) -> None:
+    train, other = written(tmp_path, "p.txt", "a\nb\nc\n"), written(tmp_path, "q.txt", "x\nb\na\ny\n")
+    (warning,) = check_prompts(fake_recipe(prompts={"path": train}, evaluation={"prompts": {"path": other}}))
+    assert "2 of 4" in warning
+    assert f"{other}:2" in warning
+    absent = {"path": tmp_path / "absent.txt"}
+    assert not check_prompts(fake_recipe(prompts=absent, evaluation={"prompts": absent}), may_be_absent=True)

@@ -14,11 +14,11 @@ from rapidocr.ch_ppocr_rec import TextRecognizer, TextRecOutput
 from rapidocr.utils.output import RapidOCROutput
 from torch import Tensor
 
+from digenrl.config.rewards.quoted_text import quoted
 from digenrl.config.rewards.table import OcrSettings, TextMatch, parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.rewards.ocr import OcrReward, edit_distance, normalised, text_similarity
-from digenrl.rewards.parts.quoted_text import quoted
 
 ANSWERS = TextRecOutput(txts=("1234", "1234", "1235"), scores=(0.9, 0.3, 0.9))
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from pydantic import Field, PositiveInt
 
 from digenrl.config.limits import Weight
 from digenrl.config.reading import Frozen
+
+# The metadata key of a sample's source images, if there are any: a tuple of tensors (3, H, W), fp32 in [0, 1].
+SOURCE_IMAGES = "source_images"
 
 
 class RewardSettings(Frozen):
@@ -21,6 +27,13 @@ class RewardSettings(Frozen):
     def shown_as(self) -> str:
         """The name in metrics and errors."""
         return self.label or self.name
+
+    def wanted(self, prompt: str, metadata: Mapping[str, Any]) -> Any:
+        """What samples of a prompt are compared with; raises ValueError if the prompt and its metadata lack it.
+
+        All prompts of a recipe are checked with it before a run. Rewards without a target return None.
+        """
+        return None
 
     @property
     def needs_whole_groups(self) -> bool:

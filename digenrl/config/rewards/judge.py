@@ -7,13 +7,17 @@ other key of the prompt's metadata. `$$` is a dollar sign. The images follow the
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
+from typing import Any
 
 from pydantic import Field, model_validator
 
 from digenrl.config.reading import ConfigError, Frozen, nearest
+from digenrl.config.rewards.base import SOURCE_IMAGES
+from digenrl.config.rewards.quoted_text import quoted
 
 # Parts of the reward that count its cost and say nothing about the samples.
 COST_PARTS = ("prompt_tokens", "completion_tokens", "requests", "cached")
@@ -54,6 +58,23 @@ class JudgeTemplate:
     @property
     def placeholders(self) -> tuple[str, ...]:
         return tuple(Template(self.text).get_identifiers())
+
+    def question(self, prompt: str, metadata: Mapping[str, Any]) -> str:
+        """The text for a sample; raises ValueError if its prompt lacks a value or the source image."""
+        given = {key: value for key, value in metadata.items() if key != SOURCE_IMAGES and value is not None}
+        texts = {key: str(value) for key, value in given.items()}
+        values = {"text": quoted(prompt), **texts, "prompt": prompt}
+        missing = [name for name in self.placeholders if not values.get(name)]
+        if missing:
+            known = ", ".join(values)
+            raise ValueError(
+                f"the template needs ${missing[0]}, which the prompt's metadata lacks; known: {known}"
+            )
+        path = given.get(self.source_image) if self.source_image else ""
+        if SOURCE_IMAGES not in metadata and not isinstance(path, str):
+            key = f"metadata '{self.source_image}'"
+            raise ValueError(f"the prompt has no source image, and {key} is no path of one, got {path!r}")
+        return Template(self.text).substitute(values)
 
 
 _IN_JSON = 'First write one or two sentences of reasoning. Then end with a JSON object such as {"score": 6.5}.'

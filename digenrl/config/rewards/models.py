@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
 
 from digenrl.config.limits import Weight
 from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings
+from digenrl.config.rewards.geneval_tasks import Task
 from digenrl.config.token_variables import check_token_variable
 
 LAION_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
@@ -130,6 +132,16 @@ class GenevalSettings(ClipRewardSettings):
     @classmethod
     def _is_a_listed_variable(cls, name: str | None) -> str | None:
         return None if name is None else check_token_variable(name)
+
+    def wanted(self, prompt: str, metadata: Mapping[str, Any]) -> Task:
+        """The objects that the metadata asks for."""
+        content = {key: metadata[key] for key in ("tag", "include", "exclude") if metadata.get(key) is not None}
+        try:
+            return Task.model_validate(content)
+        except ValidationError as error:
+            reason = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in reason["loc"]) or "metadata"
+            raise ValueError(f"not GenEval's metadata: {where}: {reason['msg']}") from None
 
 
 class VideoAlignSettings(RewardSettings):

@@ -43,6 +43,7 @@ from digenrl.config.rewards.models import (
     PickScoreSettings,
     VideoAlignSettings,
 )
+from digenrl.config.rewards.quoted_text import quoted
 from digenrl.config.token_variables import check_token_variable
 
 TextMatch = Literal["contained", "target", "whole"]
@@ -81,6 +82,17 @@ class OcrSettings(FrameRewardSettings):
     )
     threads: PositiveInt = 1
 
+    def wanted(self, prompt: str, metadata: Mapping[str, Any]) -> str:
+        """The text that the image should show."""
+        text = metadata.get("text")
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"metadata 'text' must be a string, got {text!r}")
+        text = quoted(prompt) if text is None else text
+        if not text.strip():
+            hint = "set metadata 'text', or put the text in double quotes into the prompt"
+            raise ValueError(f"no text to look for in the prompt {prompt!r}; {hint}")
+        return text
+
     @property
     def packages(self) -> tuple[str, ...]:
         """The recogniser, which contains its weights."""
@@ -110,6 +122,14 @@ class FaceCountSettings(FrameRewardSettings):
         default=0.12, gt=0, le=1, description="smallest face, as a share of the image's shorter side"
     )
 
+    def wanted(self, prompt: str, metadata: Mapping[str, Any]) -> int:
+        """The number of faces."""
+        given = metadata.get("faces")
+        wanted = self.faces if given is None else given
+        if type(wanted) is not int or wanted < 0:
+            raise ValueError(f"needs the number of faces, as metadata `faces` or as its key, got {wanted!r}")
+        return wanted
+
     @property
     def packages(self) -> tuple[str, ...]:
         """The library that contains the detector."""
@@ -130,6 +150,17 @@ class ImagenetSettings(FrameRewardSettings):
     @classmethod
     def _are_known(cls, given: Any) -> tuple[int, ...] | None:
         return None if given is None else class_indices(given)
+
+    def wanted(self, prompt: str, metadata: Mapping[str, Any]) -> tuple[int, ...]:
+        """The indices of the classes, of which any is right."""
+        given = metadata.get("class")
+        given = self.classes if given is None else given
+        if given is None:
+            raise ValueError("needs metadata `class` or the key `classes`: what to look for")
+        try:
+            return class_indices(given)
+        except ValueError as error:
+            raise ValueError(f"metadata `class`: {error}") from None
 
     @property
     def packages(self) -> tuple[str, ...]:
@@ -286,6 +317,10 @@ class JudgeSettings(ServerSettings):
         default=False, description="ask the server to enforce the JSON schema of the answer (`response_format`)"
     )
     cache: str | None = Field(default=None, min_length=1, description="folder in which answers are kept")
+
+    def wanted(self, prompt: str, metadata: Mapping[str, Any]) -> str:
+        """The question."""
+        return judge_template(self).question(prompt, metadata)
 
 
 def judge_template(settings: JudgeSettings) -> JudgeTemplate:

@@ -10,19 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field, PositiveInt, model_validator
+from digenrl.config.rewards.geneval_tasks import Relation, Task
 
-from digenrl.config.reading import Frozen
-
-COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 LEAST_CONFIDENCE = 0.3
 LEAST_CONFIDENCE_TO_COUNT = 0.9  # for the tag "counting"
 MOST_OBJECTS = 16  # of one class
 CLEARANCE = 0.1  # share of both objects' sizes by which their centres must be apart
 
-Relation = Literal["left of", "right of", "above", "below"]
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
 
@@ -34,34 +30,6 @@ class Detection:
     confidence: float
     box: Box
     mask: Any = None
-
-
-class Wanted(Frozen):
-    """Objects of one class; `position` is relative to the objects of an earlier entry, by its index."""
-
-    label: str = Field(alias="class", min_length=1)
-    count: PositiveInt
-    color: str | None = None
-    position: tuple[Relation, int] | None = None
-
-
-class Task(Frozen):
-    """What an image should show: GenEval's metadata of a prompt."""
-
-    tag: str = ""
-    include: tuple[Wanted, ...] = Field(min_length=1)
-    exclude: tuple[Wanted, ...] = ()
-
-    @model_validator(mode="after")
-    def _can_be_judged(self) -> Task:
-        for index, wanted in enumerate(self.include):
-            if wanted.color is not None and wanted.color not in COLOURS:
-                raise ValueError(f"include.{index}.color: '{wanted.color}'; known: {', '.join(COLOURS)}")
-            if wanted.position is not None and not 0 <= wanted.position[1] < index:
-                raise ValueError(
-                    f"include.{index}.position: refers to {wanted.position[1]}, not to an earlier entry"
-                )
-        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from digenrl.prompts.source_images import check_images
 from digenrl.prompts.sources import Prompt, read_prompts
 from digenrl.worker.blueprint import Blueprint, source_of
 
-IN_FILES = "add a column `image` with their paths to a .jsonl or .parquet file"
+IN_FILES = "give their paths in the column `image` of a .jsonl or .parquet file, or in prompts.image_column"
 
 
 def check_sources(blueprint: Blueprint) -> None:

@@ -3,10 +3,10 @@ it is to load a model through it."""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from getpass import getuser
 from pathlib import Path
 
 MEMINFO = Path("/proc/meminfo")
@@ -17,6 +17,11 @@ def free_host_bytes() -> int | None:
     """Free memory, including file caches; None if the system does not report it."""
     free = [each for each in (_machine_bytes(), _container_bytes()) if each is not None]
     return min(free, default=None)
+
+
+def physical_bytes() -> int:
+    """All memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _machine_bytes() -> int | None:
@@ -47,6 +52,11 @@ def loading_in_turn(device: str) -> Iterator[None]:
         return
     import fcntl  # only on systems that have GPUs for training
 
-    with (Path(tempfile.gettempdir()) / f"digenrl-{getuser()}.loading").open("w") as lock:
+    # The number of the user, who has no name in many containers. Another user's file or link is not opened.
+    path = Path(tempfile.gettempdir()) / f"digenrl-{os.getuid()}.loading"
+    lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)

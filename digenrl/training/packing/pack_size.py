@@ -6,7 +6,6 @@ which is most of it, compared with half of the free memory.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
+
+from digenrl.host_memory import free_host_bytes, physical_bytes
 
 SECOND_SIZES = (4, 2)  # measured in addition to 1, the larger first
 
@@ -86,9 +87,13 @@ def measured_bytes(run: Callable[[], None], device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """The memory available to a pass: on a GPU with torch's unused cache, on a CPU half of what is free."""
+    """The memory available to a pass: on a GPU with torch's unused cache, on a CPU half of what is free.
+
+    Where the system does not say what is free, it is half of all memory.
+    """
     if device.type != "cuda":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        free = free_host_bytes()
+        return (physical_bytes() if free is None else free) // 2
     allocated = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - allocated
     free, total = torch.cuda.mem_get_info(device)

@@ -57,6 +57,30 @@ def test_what_the_encoding_of_the_output_lacks_is_escaped() -> None:
 
 
 @pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ("sys.modules['PIL'] = None", r"digenrl: .*'PIL', which is not installed; install digenrl\[train\]"),
+        ("sys.modules['fcntl'] = None; sys.platform = 'win32'", "digenrl: .*WSL"),
+    ],
+)
+def test_what_an_installation_lacks_is_one_line(before: str, words: str) -> None:
+    code = f"import sys; {before}; sys.argv[1:] = ['train', 'demo']; import digenrl.__main__ as it; it.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(f"{words}.*\n", done.stderr)
+
+
+def test_libraries_send_no_usage_data_unless_asked_to() -> None:
+    code = "import os, digenrl; print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    unset = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    for environment, expected in ((unset, "1\n"), ({**unset, "ORT_DISABLE_TELEMETRY": "0"}, "0\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == expected
+
+
+@pytest.mark.parametrize(
     ("command", "words"),
     [
         ("simulate --chaos 1 --trace run.json", "--chaos: .*--trace"),

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from typer.testing import CliRunner
 from digenrl.cli import app
 from digenrl.commands.support.output import print_written
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipes.files import read_recipe
 from digenrl.config.spec import Spec
 from digenrl.simulation import ladder
 from digenrl.simulation.simulator import SimulatedRun, simulate
+from digenrl.worker.checks.preflight import inspect
 
 PRINTS = """
 import sys
@@ -68,6 +71,15 @@ def test_what_an_installation_lacks_is_one_line(before: str, words: str) -> None
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert re.fullmatch(f"{words}.*\n", done.stderr)
+
+
+def test_packages_that_cannot_be_imported_are_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(process: ForkServerProcess) -> None:
+        raise EOFError  # the fork server, which imports them, has ended
+
+    monkeypatch.setattr(ForkServerProcess, "start", start)
+    with pytest.raises(ConfigError, match=r"cannot be imported.*digenrl\[train\]"):
+        inspect(read_recipe("demo", []))
 
 
 def test_libraries_send_no_usage_data_unless_asked_to() -> None:

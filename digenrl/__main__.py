@@ -14,6 +14,9 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # what its encoding lacks, such as a name in a label
+    if sys.platform == "win32":  # file locks and fork servers, among other things, are those of Unix
+        print("digenrl: does not run on Windows itself; install it in WSL, the Linux of Windows", file=sys.stderr)
+        sys.exit(2)
     try:
         from digenrl.cli import main as run
 

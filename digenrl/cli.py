@@ -240,7 +240,8 @@ def train_command(
 
     Generating, scoring, training and publishing run concurrently on separate lanes.
     """
-    from digenrl.commands.train import resume_run, start_run
+    with _requires("train"):
+        from digenrl.commands.train import resume_run, start_run
 
     overrides = [*(overrides or []), *(["logging.verbose=true"] if verbose else [])]
     if resume is not None:

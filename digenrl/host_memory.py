@@ -19,6 +19,11 @@ def free_host_bytes() -> int | None:
     return min(free, default=None)
 
 
+def physical_bytes() -> int:
+    """All memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def _machine_bytes() -> int | None:
     with suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())
@@ -47,7 +52,11 @@ def loading_in_turn(device: str) -> Iterator[None]:
         return
     import fcntl  # only on systems that have GPUs for training
 
-    # By number: in a container, a user may have no name.
-    with (Path(tempfile.gettempdir()) / f"digenrl-{os.getuid()}.loading").open("w") as lock:
+    # The number of the user, who has no name in many containers. Another user's file or link is not opened.
+    path = Path(tempfile.gettempdir()) / f"digenrl-{os.getuid()}.loading"
+    lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 from digenrl.config.reading import ConfigError, one_line
 from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.metric_lines import EvaluationRecord
+
+_FORBIDDEN = re.compile(r"[:;,#?/'\\%]")  # in the id of a run
+_LONGEST_NAME = 48  # of a folder, in an id
 
 
 class WandbSink:
@@ -47,13 +51,14 @@ def open_wandb(folder: RunFolder, project: str) -> WandbSink:
         run = wandb.init(
             project=project,
             name=name,
-            id=f"{name}-{started}",
+            id=f"{_FORBIDDEN.sub('-', name)[:_LONGEST_NAME]}-{started}",
             resume="allow",
             dir=str(folder.path),
             config=folder.recipe.model_dump(mode="json"),
         )
     except wandb.Error as error:
         raise ConfigError(
-            f"logging.wandb: {one_line(error)}; log in with `wandb login`, or set it to null"
+            f"logging.wandb: {one_line(error)}; log in with `wandb login`, keep the data here with "
+            "WANDB_MODE=offline, or set it to null"
         ) from error
     return WandbSink(wandb, run, folder.path)

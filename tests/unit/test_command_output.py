@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,11 @@ from typer.testing import CliRunner
 from digenrl.cli import app
 from digenrl.commands.support.output import print_written
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipes.files import read_recipe
 from digenrl.config.spec import Spec
 from digenrl.simulation import ladder
 from digenrl.simulation.simulator import SimulatedRun, simulate
+from digenrl.worker.checks.preflight import inspect
 
 PRINTS = """
 import sys
@@ -54,6 +57,39 @@ def test_what_the_encoding_of_the_output_lacks_is_escaped() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout == "r\\xf6t\n"
+
+
+@pytest.mark.parametrize(
+    ("before", "words"),
+    [
+        ("sys.modules['PIL'] = None", r"digenrl: .*'PIL', which is not installed; install digenrl\[train\]"),
+        ("sys.modules['fcntl'] = None; sys.platform = 'win32'", "digenrl: .*WSL"),
+    ],
+)
+def test_what_an_installation_lacks_is_one_line(before: str, words: str) -> None:
+    code = f"import sys; {before}; sys.argv[1:] = ['train', 'demo']; import digenrl.__main__ as it; it.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert re.fullmatch(f"{words}.*\n", done.stderr)
+
+
+def test_packages_that_cannot_be_imported_are_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(process: ForkServerProcess) -> None:
+        raise EOFError  # the fork server, which imports them, has ended
+
+    monkeypatch.setattr(ForkServerProcess, "start", start)
+    with pytest.raises(ConfigError, match=r"cannot be imported.*digenrl\[train\]"):
+        inspect(read_recipe("demo", []))
+
+
+def test_libraries_send_no_usage_data_unless_asked_to() -> None:
+    code = "import os, digenrl; print(os.environ['ORT_DISABLE_TELEMETRY'])"
+    unset = {name: value for name, value in os.environ.items() if name != "ORT_DISABLE_TELEMETRY"}
+    for environment, expected in ((unset, "1\n"), ({**unset, "ORT_DISABLE_TELEMETRY": "0"}, "0\n")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == expected
 
 
 @pytest.mark.parametrize(

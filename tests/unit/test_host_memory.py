@@ -8,10 +8,12 @@ from pathlib import Path
 from threading import Event, Thread
 
 import pytest
+import torch
 
 from digenrl import host_memory
 from digenrl.exchange import folder
-from digenrl.host_memory import free_host_bytes, loading_in_turn
+from digenrl.host_memory import free_host_bytes, loading_in_turn, physical_bytes
+from digenrl.training.packing import pack_size
 from digenrl.transports.processes import describe_exit
 
 MEMINFO = "MemTotal:       2000 kB\nMemFree:         10 kB\nMemAvailable:    1000 kB\nHugePages_Total:       0\n"
@@ -51,6 +53,14 @@ def test_the_lesser_of_machine_and_container(
     assert free_host_bytes() == expected
 
 
+@pytest.mark.parametrize(("free", "expected"), [(500, 250), (0, 0), (None, physical_bytes() // 2)])
+def test_a_pass_on_a_cpu_gets_half_of_what_is_free_or_of_all_memory_where_that_is_unknown(
+    free: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pack_size, "free_host_bytes", lambda: free)
+    assert pack_size.free_bytes(torch.device("cpu")) == expected
+
+
 def test_on_this_machine_it_is_positive_or_unknown() -> None:
     free = free_host_bytes()
     assert free is None or free > 0
@@ -72,9 +82,9 @@ def test_workers_of_a_machine_load_to_gpus_one_after_the_other(
     device: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)  # a user without a name, as in a container
-    for variable in ("LOGNAME", "USER", "LNAME", "USERNAME"):
-        monkeypatch.delenv(variable, raising=False)
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):  # a user without a name, as in many containers
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     order: list[str] = []
     entered = Event()
 

@@ -69,7 +69,8 @@ def test_it_gives_the_scores_of_the_function_and_does_not_see_secrets(reward: Re
     assert batch.values == tuple(PIXELS.flatten(1).mean(dim=1).tolist())
     assert batch.parts == {"secret": (0.0, 0.0, 0.0)}
     kept = {"HOME": "/", "CUDA_VISIBLE_DEVICES": "0", "TOKENIZERS_PARALLELISM": "false"}
-    assert without_secrets(kept | {"HF_TOKEN": "x", "AWS_SECRET_ACCESS_KEY": "x", "API_KEY": "x"}) == kept
+    secret = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "API_KEY", "OPENAI_APIKEY", "PGPASSWORD", "GHTOKEN", "SSH_KEYS")
+    assert without_secrets(kept | dict.fromkeys(secret, "x")) == kept
 
 
 @pytest.mark.parametrize(

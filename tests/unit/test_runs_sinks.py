@@ -166,6 +166,17 @@ def test_wandb_gets_one_run_with_every_step_and_evaluation(wandb_calls: list[Any
     assert end == ("finish",)
 
 
+def test_the_id_of_a_wandb_run_has_no_characters_that_wandb_refuses(
+    wandb_calls: list[Any], tmp_path: Path
+) -> None:
+    logged = recipe(logging={"tensorboard": False, "wandb": "my-project"})
+    folder = RunFolder.create(tmp_path / "bob's lr=1e-4,seed:2", logged, STARTED)
+    open_sinks(folder, RunLines(folder), 0, _wall_clock)
+    settings = wandb_calls[0][1]
+    assert settings["name"] == folder.path.name
+    assert settings["id"] == "bob-s lr=1e-4-seed-2-20250301-123000"
+
+
 def test_what_wandb_refuses_is_one_line(wandb_calls: list[Any], tmp_path: Path) -> None:
     logged = recipe(logging={"tensorboard": False, "wandb": "refused"})
     folder = RunFolder.create(tmp_path / "demo-1", logged, STARTED)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 
 import torch
 
 from digenrl.config.profiles import DeviceFacts, rounded
+from digenrl.host_memory import physical_bytes
 from digenrl.models.passes.matrix_rate import matrix_tflops
 
 
@@ -16,10 +16,9 @@ def device_facts(device: torch.device) -> DeviceFacts:
     """The facts of this device, queried and measured; takes well under a second on a GPU."""
     rate = rounded(matrix_tflops(device))
     if device.type != "cuda":
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         threads = torch.get_num_threads()
         name = f"{_processor()}, {threads} thread{'s' if threads > 1 else ''}"
-        return DeviceFacts(name=name, memory_bytes=memory, fp32_tflops=rate, torch=torch.__version__)
+        return DeviceFacts(name=name, memory_bytes=physical_bytes(), fp32_tflops=rate, torch=torch.__version__)
     card = torch.cuda.get_device_properties(device)
     return DeviceFacts(name=card.name, memory_bytes=card.total_memory, bf16_tflops=rate, torch=torch.__version__)
 

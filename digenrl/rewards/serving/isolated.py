@@ -26,7 +26,9 @@ from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, Reward, RewardBatc
 
 START_TIMEOUT_S = 600.0  # imports and loads models
 EXIT_TIMEOUT_S = 1.0  # of a process that has closed its pipe
-SECRET = re.compile(r"(^|_)(TOKENS?|SECRETS?|PASSWORD|PASSWD|CREDENTIALS?|KEY)(_|$)", re.IGNORECASE)
+SECRET = re.compile(
+    r"TOKENS?(_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|(^|_)KEYS?(_|$)", re.IGNORECASE
+)
 _LENGTH = struct.Struct("<Q")
 
 

@@ -6,13 +6,14 @@ which is most of it, compared with half of the free memory.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from digenrl.host_memory import free_host_bytes, physical_bytes
 
 SECOND_SIZES = (4, 2)  # one of them is measured in addition to 1, the larger one if it fits
 
@@ -84,9 +85,13 @@ def measured_bytes(run: Callable[[], None], device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """The memory available to a pass: on a GPU with torch's unused cache, on a CPU half of what is free."""
+    """The memory available to a pass: on a GPU with torch's unused cache, on a CPU half of what is free.
+
+    Where the system does not say what is free, it is half of all memory.
+    """
     if device.type != "cuda":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+        free = free_host_bytes()
+        return (physical_bytes() if free is None else free) // 2
     allocated = torch.cuda.memory_allocated(device)
     cached = torch.cuda.memory_reserved(device) - allocated
     free, _ = torch.cuda.mem_get_info(device)
@@ -96,7 +101,7 @@ def free_bytes(device: torch.device) -> int:
 def usable_bytes(device: torch.device) -> int:
     """All memory of a GPU that this process may use, or all of the machine's."""
     if device.type != "cuda":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return physical_bytes()
     fraction = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _device: 1.0)  # in newer versions
     return int(fraction(device) * torch.cuda.mem_get_info(device)[1])
 

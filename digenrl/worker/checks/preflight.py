@@ -38,7 +38,12 @@ def inspect(recipe: Recipe) -> Machine:
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_report, args=(recipe, theirs), daemon=True)
-    process.start()
+    try:
+        process.start()
+    except (EOFError, OSError):  # the fork server has ended, and has printed why
+        raise ConfigError(
+            "the packages for training cannot be imported, see the error above; install digenrl[train] again"
+        ) from None
     theirs.close()
     try:
         complaint, warnings, cuda_devices = ours.recv()

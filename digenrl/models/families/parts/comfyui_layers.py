@@ -68,6 +68,13 @@ FLUX_2_LAYERS: ComfyuiLayers = {
     "final_layer.linear": ("proj_out",),
 }
 
+# ComfyUI also knows the names of diffusers, in which LoRAs are written.
+Z_IMAGE_FUSED_LAYERS: ComfyuiLayers = {
+    f"{blocks}.*.attention.{theirs}": tuple(f"{blocks}.*.attention.{name}" for name in ours)
+    for blocks in ("layers", "noise_refiner", "context_refiner")
+    for theirs, ours in (("qkv", ("to_q", "to_k", "to_v")), ("out", ("to_out.0",)))
+}
+
 WAN_LAYERS: ComfyuiLayers = {
     **{
         f"blocks.*.{theirs}.{short}": (f"blocks.*.{ours}.{name}",)

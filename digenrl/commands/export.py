@@ -21,7 +21,7 @@ from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.run_folder.folder import RunFolder
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
-from digenrl.training.checkpoint.export import export_merged, export_transformer, weights_to_export
+from digenrl.training.checkpoint.export import weights_to_export, write_merged, write_transformer
 from digenrl.training.trainer_state import TrainerState
 from digenrl.worker.blueprint import (
     Blueprint,
@@ -154,7 +154,7 @@ def _diffusers(request: _Request, folder: Path) -> None:
         # Adapters do not depend on the format of the frozen weights.
         model = load_model(request.blueprint, "cpu", for_a_run=False, base=BaseWeights())
         request.load_into(model)
-        export_transformer(model, folder / request.blueprint.family.denoiser)
+        write_transformer(model, folder / request.blueprint.family.denoiser)
     else:
         write_diffusers(request.adapters(), folder, request.blueprint.family.pipeline_class)
 
@@ -180,7 +180,7 @@ def _peft(request: _Request, folder: Path) -> None:
 def _merged(request: _Request, folder: Path) -> None:
     model = load_for_merging(request.blueprint)
     request.load_into(model)
-    export_merged(model, folder)
+    write_merged(model, folder)
 
 
 _WRITE: dict[ExportFormat, Callable[[_Request, Path], None]] = {

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import resource
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -154,6 +156,23 @@ def shared_base(trained: Trained) -> PipelineModel:
 def base(shared_base: PipelineModel) -> PipelineModel:
     """For tests that modify it."""
     return with_own_transformer(shared_base)
+
+
+@pytest.mark.parametrize("trained", ["sd3"], indirect=True)
+@pytest.mark.parametrize("to", ["diffusers", "comfyui", "peft", "merged"])
+def test_a_full_disk_is_one_line_with_the_folder_that_was_asked_for(
+    trained: Trained, to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # it would be cut off as well
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, before[1]))
+    try:
+        with pytest.raises(OSError) as caught:
+            export(trained, to, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.filename == str(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
 
 
 def test_adapters_matter(trained: Trained, shared_base: PipelineModel) -> None:

@@ -60,7 +60,7 @@ def start_from(model: DiffusionModel, source: Path) -> None:
 
 
 def fitted(pairs: Mapping[str, LoraPair], layers: set[str], rank: int) -> dict[str, LoraPair]:
-    """The pairs for these layers, with this rank. Raises ConfigError if they belong to others, or have another rank.
+    """The pairs for these layers, with this rank. Raises ConfigError if they have other layers or another rank.
 
     Left out is what adds nothing to a weight, as in the parts of a layer that was fused for ComfyUI.
     """

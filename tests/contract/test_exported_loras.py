@@ -293,7 +293,9 @@ def comfyui_model(family: str, linears: list[str]) -> dict[str, list[str]]:
     plain = ("sd3", "flux", "flux_kontext", "qwen_image", "qwen_image_edit", "z_image")
     if family in plain:
         return {f"transformer.{path}": [path] for path in linears}
-    rename = {"wan": _wan_name, "flux2_klein": _flux2_name, "flux2_dev": _flux2_name}.get(family, _hunyuan_name)
+    rename = {"wan": _wan_name, "wan_i2v": _wan_name, "flux2_klein": _flux2_name, "flux2_dev": _flux2_name}.get(
+        family, _hunyuan_name
+    )
     known: dict[str, list[str]] = {}
     for path in linears:
         known.setdefault(f"diffusion_model.{rename(path)}", []).append(path)
@@ -306,6 +308,7 @@ def comfyui_model(family: str, linears: list[str]) -> dict[str, list[str]]:
 
 def _wan_name(path: str) -> str:
     for ours, theirs in (
+        *(("attn2.add_k_proj", "cross_attn.k_img"), ("attn2.add_v_proj", "cross_attn.v_img")),
         *(("attn1", "self_attn"), ("attn2", "cross_attn"), ("ffn.net.0.proj", "ffn.0"), ("ffn.net.2", "ffn.2")),
         *((f".to_{short}", f".{short}") for short in "qkv"),
         (".to_out.0", ".o"),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.adapters.lora_start import fitted, original_layers, read_lora
+from digenrl.models.families.parts.comfyui_layers import WAN_LAYERS
 
 RANK, ALPHA = 4, 2.0
 KOHYA = (".lora_down.weight", ".lora_up.weight")
@@ -57,6 +58,17 @@ def test_kohyas_files_are_read_with_their_alphas(
     down, up = read[found]
     expected = tensors[layers[0] + KOHYA[1]] @ tensors[layers[0] + KOHYA[0]] * ALPHA / RANK
     torch.testing.assert_close(up @ down, expected)
+
+
+def test_comfyuis_names_for_wan_are_those_that_diffusers_converts(tmp_path: Path) -> None:
+    """Also of the layers that only image-to-video models have."""
+    names = {name.replace("*", "0"): layers[0].replace("*", "0") for name, layers in WAN_LAYERS.items()}
+    tensors = pairs_of(*(f"diffusion_model.{name}" for name in names), sides=DIFFUSERS, alpha=False)
+    save_file(tensors, tmp_path / "lora.safetensors")
+    read = read_lora(tmp_path / "lora.safetensors", WanPipeline, {})
+    assert read.keys() == set(names.values())
+    for name, layer in names.items():
+        assert torch.equal(read[layer][0], tensors[f"diffusion_model.{name}.lora_A.weight"])
 
 
 @pytest.mark.parametrize(

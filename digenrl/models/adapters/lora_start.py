@@ -143,7 +143,7 @@ def _pairs_by_original_name(
     source: Path, tensors: Mapping[str, Tensor], original: OriginalLayers, scale: float
 ) -> dict[str, LoraPair]:
     """The pairs of a file in which every layer has one of the original names; else none."""
-    left, pairs = dict(tensors), {}
+    left, pairs = dict(tensors), dict[str, LoraPair]()
     for name, parts in original.items():
         spellings = (*(prefix + name for prefix in ORIGINAL_PREFIXES), KOHYA_PREFIX + name.replace(".", "_"))
         for down, up in ((each + a, each + b) for each in spellings for a, b in SIDES):
@@ -151,7 +151,7 @@ def _pairs_by_original_name(
                 low, high = left.pop(down), left.pop(up)
                 if len(high) != sum(parts.values()):
                     raise _wrong(source, f"{up} has {len(high)} rows, expected {sum(parts.values())}")
-                rows = high.split(list(parts.values()))
+                rows = torch.split(high, list(parts.values()))
                 pairs |= {part: (low, own * scale) for part, own in zip(parts, rows, strict=True)}
     return {} if left else pairs
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from digenrl.commands.support.checkpoints import find_checkpoint
+from digenrl.commands.support.checkpoints import UNTRAINED, find_saved
 from digenrl.commands.support.diffusers_snippet import lora_loading
 from digenrl.commands.support.output import out, print_written
 from digenrl.commands.support.output_folders import new_folder, written_files
@@ -81,9 +81,9 @@ def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -
     """Writes a checkpoint's weights, by default the newest's, into a new or empty folder; complete or absent."""
     form = _known_format(to)
     folder = RunFolder.open(run)
-    path = find_checkpoint(folder, checkpoint)
-    if path is None:
+    if checkpoint == UNTRAINED:
         raise ConfigError(f"--checkpoint: {checkpoint} is the untrained model, which has nothing to export")
+    path = find_saved(folder, checkpoint)
     _check(folder, form)
     state = read_checkpoint(path).trainer_state
     request = _Request(folder, read_blueprint(folder.recipe.from_checkpoint()), weights_to_export(state))

@@ -125,6 +125,11 @@ def test_a_run_on_a_read_only_disk_is_reported_elsewhere(tmp_path: Path, monkeyp
     assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == files
 
 
+def test_a_run_without_checkpoints_has_nothing_to_export(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["export", str(write_run(tmp_path / "run")), "--to", "peft"])
+    assert str(result.exception).endswith("has no checkpoint yet")
+
+
 def test_a_run_that_has_just_started_has_an_empty_summary(tmp_path: Path) -> None:
     nothing = Trace((LaneInfo("generator-0", "generator"), LaneInfo("trainer", "trainer")), (), 0)
     run = write_run(tmp_path / "run", trace=nothing, metrics=[], evaluations=[], status="running")

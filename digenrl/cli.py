@@ -266,11 +266,13 @@ def train_command(
 
 
 @app.command("report")
-def report_command(run: options.RunPath, as_json: options.AsJson = False) -> None:
+def report_command(
+    run: options.RunPath, out_folder: options.ReportFolder = None, as_json: options.AsJson = False
+) -> None:
     """Write the report of a run and summarise it."""
     from digenrl.commands.report import report_run, summary_table
 
-    report = report_run(run)
+    report = report_run(run, out_folder)
     if as_json:
         typer.echo(json.dumps(report.as_dict()))
         return

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from digenrl.commands.support.checkpoints import find_checkpoint
+from digenrl.commands.support.checkpoints import UNTRAINED, find_saved
 from digenrl.commands.support.diffusers_snippet import lora_loading
 from digenrl.commands.support.output import out, print_written
 from digenrl.commands.support.output_folders import new_folder, written_files
@@ -21,7 +21,7 @@ from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.run_folder.folder import RunFolder
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
-from digenrl.training.checkpoint.export import export_merged, export_transformer, weights_to_export
+from digenrl.training.checkpoint.export import weights_to_export, write_merged, write_transformer
 from digenrl.training.trainer_state import TrainerState
 from digenrl.worker.blueprint import (
     Blueprint,
@@ -81,9 +81,9 @@ def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -
     """Writes a checkpoint's weights, by default the newest's, into a new or empty folder; complete or absent."""
     form = _known_format(to)
     folder = RunFolder.open(run)
-    path = find_checkpoint(folder, checkpoint)
-    if path is None:
+    if checkpoint == UNTRAINED:
         raise ConfigError(f"--checkpoint: {checkpoint} is the untrained model, which has nothing to export")
+    path = find_saved(folder, checkpoint)
     _check(folder, form)
     state = read_checkpoint(path).trainer_state
     blueprint = read_blueprint(folder.recipe.from_checkpoint(), trains=False)
@@ -155,7 +155,7 @@ def _diffusers(request: _Request, folder: Path) -> None:
         # Adapters do not depend on the format of the frozen weights.
         model = load_model(request.blueprint, "cpu", for_a_run=False, base=BaseWeights())
         request.load_into(model)
-        export_transformer(model, folder / request.blueprint.family.denoiser)
+        write_transformer(model, folder / request.blueprint.family.denoiser)
     else:
         write_diffusers(request.adapters(), folder, request.blueprint.family.pipeline_class)
 
@@ -181,7 +181,7 @@ def _peft(request: _Request, folder: Path) -> None:
 def _merged(request: _Request, folder: Path) -> None:
     model = load_for_merging(request.blueprint)
     request.load_into(model)
-    export_merged(model, folder)
+    write_merged(model, folder)
 
 
 _WRITE: dict[ExportFormat, Callable[[_Request, Path], None]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
+from digenrl.config.reading import ConfigError
 from digenrl.console.text_symbols import duration, number
 from digenrl.report.headline import (
     ends_averaged,
@@ -21,7 +23,7 @@ from digenrl.report.headline import (
     share_of_samples,
 )
 from digenrl.report.page import write_report
-from digenrl.run_folder.folder import RunFolder, Status
+from digenrl.run_folder.folder import Status, make_folder
 from digenrl.run_folder.reading import RunRecord, read_run
 from digenrl.telemetry.lane_shares import TimeWindow, lane_shares, steady_window, without_helper_rows
 from digenrl.telemetry.lane_totals import lane_totals
@@ -95,13 +97,15 @@ class WrittenReport:
         return {"report": str(self.page), "trace": str(self.trace), **asdict(self.summary)}
 
 
-def report_run(path: Path) -> WrittenReport:
-    """Writes the report and the trace of a run, whatever its status."""
-    folder = RunFolder.open(path)
-    if folder.actual_status() is not folder.info.status:
-        folder.set_status(folder.actual_status())  # its process was killed before it could write that
+def report_run(path: Path, out: Path | None = None) -> WrittenReport:
+    """Writes the report and the trace of a run, whatever its status, into `out`, by default the run's folder."""
     run = read_run(path)
-    return WrittenReport(write_report(run), folder.trace, summarise(run))
+    if out is None and not os.access(path, os.W_OK):
+        raise ConfigError(f"{path}: cannot be written; name another folder for the report with --out")
+    if out is not None:
+        make_folder(out)
+    page = write_report(run, out)
+    return WrittenReport(page, page.with_name(run.folder.trace.name), summarise(run))
 
 
 def summarise(run: RunRecord) -> RunSummary:

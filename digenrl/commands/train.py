@@ -90,9 +90,10 @@ def resume_run(
     moved = not _prompts_exist(folder.recipe)  # then the checkpoint says whether these are its prompts
     if fingerprint(recipe) != fingerprint(folder.recipe) and not moved:
         raise ConfigError(
-            f"{' '.join(overrides)}: would change what the run computes; a resumed run may change steps, mode, "
-            "lanes, cluster, logging, checkpoint, evaluation, techniques other than tcss, and what affects only "
-            "rounding, such as training.pack_size"
+            f"{' '.join(_changes_of_the_update(folder, overrides))}: would change what the run computes; a "
+            "resumed run may change steps, mode, lanes, cluster, logging, checkpoint, evaluation, techniques "
+            "other than tcss, and what affects only rounding, such as training.pack_size; for anything else, "
+            f"{_new_run_from(folder)}"
         )
     with folder.locked():  # a process that is training here keeps its recipe
         if restart:
@@ -108,6 +109,24 @@ def resume_run(
         folder.write_recipe(recipe)
     with closing(backend):
         return _train_and_report(folder, backend, console, as_json, resume_point)
+
+
+def _changes_of_the_update(folder: RunFolder, overrides: Sequence[str]) -> list[str]:
+    """The overrides that change what a run computes; all, if none does so alone."""
+    found = []
+    for each in overrides:
+        with suppress(ConfigError):  # some are valid only together
+            if fingerprint(read_recipe(str(folder.config), [each])) == fingerprint(folder.recipe):
+                continue
+        found.append(each)
+    return found or list(overrides)
+
+
+def _new_run_from(folder: RunFolder) -> str:
+    """How to train the run's weights with other settings."""
+    if folder.recipe.training.lora is None:
+        return "start a new run with model.source set to an export --to merged"
+    return f"start a new run with training.lora.start_from={shlex.quote(str(folder.lora))}"
 
 
 def _prompts_exist(recipe: Recipe) -> bool:
@@ -130,8 +149,7 @@ def _check_something_is_left(folder: RunFolder, recipe: Recipe, resume_point: Re
     only_evaluates = done == recipe.steps and evaluation_is_due(folder, recipe, done, end)
     if done >= recipe.steps and not only_evaluates:
         raise ConfigError(
-            f"{folder.path}: all {recipe.steps} steps are done; to continue, set more, such as "
-            f"steps={recipe.steps * 2}"
+            f"{folder.path}: all {recipe.steps} steps are done; to continue, set more, such as steps={done * 2}"
         )
 
 

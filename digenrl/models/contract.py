@@ -143,6 +143,8 @@ class DiffusionModel(ABC):
     lora_targets: tuple[str, ...]  # names of the adapted linear layers, as peft's target_modules
     # Empty if ComfyUI knows the names of diffusers, None if its names are not known.
     comfyui_layers: ClassVar[ComfyuiLayers | None] = None
+    # Other layers that LoRA files may adapt, described in the same way: those that only the original code has.
+    fused_layers: ClassVar[ComfyuiLayers] = {}
     default_guidance: float
     # The arguments of a repeated block that it updates, for the next block, in the order in which it returns them.
     block_state_arguments: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")

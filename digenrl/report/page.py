@@ -33,11 +33,15 @@ _SCRIPTS = (
 )
 
 
-def write_report(run: RunRecord) -> Path:
-    """Writes the report and the trace into the run's folder, each atomically; returns the page's path."""
-    write_perfetto(run.trace, run.folder.trace)
-    write_atomically(run.folder.report, page_of(run))
-    return run.folder.report
+def write_report(run: RunRecord, out: Path | None = None) -> Path:
+    """Writes the report and the trace into `out`, by default the run's folder, each atomically.
+
+    Returns the page's path.
+    """
+    page, trace = (path if out is None else out / path.name for path in (run.folder.report, run.folder.trace))
+    write_perfetto(run.trace, trace)
+    write_atomically(page, page_of(run))
+    return page
 
 
 def page_of(run: RunRecord) -> str:

@@ -87,7 +87,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, recipe: Recipe, started: datetime) -> RunFolder:
         """Writes the first files of a run into a new or empty folder; any other folder is an error."""
-        _make_folder(path)
+        make_folder(path)
         check_empty(path)
         # Two processes may have seen the same empty folder: the one that locks it first owns it.
         with _lock(path):
@@ -238,7 +238,7 @@ class RunLines:
 def numbered_path(parent: Path, name: str) -> Path:
     """Creates and returns a new folder `name-1`, `name-2`, ..., one above the highest number in use."""
     pattern = re.compile(rf"{re.escape(name)}-(\d+)")
-    _make_folder(parent)
+    make_folder(parent)
     taken = [int(found[1]) for entry in parent.iterdir() if (found := pattern.fullmatch(entry.name))]
     number = max(taken, default=0) + 1
     while True:
@@ -251,7 +251,8 @@ def numbered_path(parent: Path, name: str) -> Path:
             raise ConfigError(f"{parent}: cannot be written: {error.strerror or error}") from None
 
 
-def _make_folder(path: Path) -> None:
+def make_folder(path: Path) -> None:
+    """Creates a folder, unless it is there; raises ConfigError if that is not possible."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError:

@@ -44,6 +44,7 @@ class RunRecord:
 def read_run(path: Path) -> RunRecord:
     """Reads a run's folder; raises ConfigError if it is not one, or is damaged."""
     folder = RunFolder.open(path)
+    folder.info = folder.info.model_copy(update={"status": folder.actual_status()})
     recipe = folder.recipe
     lanes = [LaneInfo(lane.name, lane.pool, lane.joined_ns, lane.left_ns) for lane in folder.info.lanes]
     evaluations = read_evaluations(folder.evaluations)

@@ -25,7 +25,7 @@ from digenrl.config.recipes.recipe import Recipe
 from digenrl.config.recipes.windows import AllSteps, EulerOnly, Window
 from digenrl.generation.noise import normal_noise
 from digenrl.models.adapters.lora import Targets, add_lora, check_targets, target_layers
-from digenrl.models.adapters.lora_start import check_start, read_lora, start_from
+from digenrl.models.adapters.lora_start import fitted, original_layers, read_lora, start_from
 from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEncoder
 from digenrl.models.experts import Experts
 from digenrl.models.family import Component, Family
@@ -468,7 +468,8 @@ def check_adapters(blueprint: Blueprint) -> None:
         check_targets(transformer, lora.targets)
     if lora.start_from is not None:
         layers = target_layers(transformer, lora_targets(recipe, blueprint.family))
-        check_start(read_lora(Path(lora.start_from), blueprint.family.pipeline_class), set(layers), lora.rank)
+        original = original_layers(blueprint.family.model_class, transformer)
+        fitted(read_lora(Path(lora.start_from), blueprint.family.pipeline_class, original), set(layers), lora.rank)
 
 
 def check_cards_per_sample(blueprint: Blueprint) -> None:

@@ -112,6 +112,24 @@ def test_a_live_run_is_running_and_one_whose_process_is_gone_was_interrupted(tmp
     assert numbers(run)["status"] == "interrupted"
 
 
+def test_a_run_on_a_read_only_disk_is_reported_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, out = write_run(tmp_path / "run", status="running"), tmp_path / "elsewhere"
+    files = {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()}
+    monkeypatch.setattr(os, "access", lambda path, mode: path != run or mode != os.W_OK)
+    with pytest.raises(ConfigError, match="--out"):
+        report(run)
+    content = json.loads(report(run, "--out", out, "--json"))
+    assert (content["report"], content["trace"]) == (str(out / "report.html"), str(out / "trace.json"))
+    assert content["status"] == "interrupted"
+    assert sorted(path.name for path in out.iterdir()) == ["report.html", "trace.json"]
+    assert {path.name: path.read_bytes() for path in run.iterdir() if path.is_file()} == files
+
+
+def test_a_run_without_checkpoints_has_nothing_to_export(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["export", str(write_run(tmp_path / "run")), "--to", "peft"])
+    assert str(result.exception).endswith("has no checkpoint yet")
+
+
 def test_a_run_that_has_just_started_has_an_empty_summary(tmp_path: Path) -> None:
     nothing = Trace((LaneInfo("generator-0", "generator"), LaneInfo("trainer", "trainer")), (), 0)
     run = write_run(tmp_path / "run", trace=nothing, metrics=[], evaluations=[], status="running")

@@ -209,8 +209,10 @@ def test_foreign_and_incomplete_folders_are_refused_in_one_line(live: LiveRuns, 
 def test_a_resumed_run_may_not_change_what_it_computes(live: LiveRuns) -> None:
     folder = live.finished("mode=colocated")
     before = folder.config.read_text()
-    with pytest.raises(ConfigError, match=r"^training.learning_rate=0.5: would change what the run computes"):
-        live.resume(folder.path, "training.learning_rate=0.5")
+    with pytest.raises(
+        ConfigError, match=r"^training.learning_rate=0.5: would change what .*start a new run with"
+    ):
+        live.resume(folder.path, "steps=9", "training.learning_rate=0.5")
     assert folder.config.read_text() == before
 
 

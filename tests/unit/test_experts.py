@@ -42,7 +42,7 @@ from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.models.registry import find_family
 from digenrl.records import SampleId
 from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size
-from digenrl.training.checkpoint.export import export_merged
+from digenrl.training.checkpoint.export import write_merged
 from digenrl.worker.checks.preflight import inspect_here
 
 WAN = find_family("wan")
@@ -139,7 +139,7 @@ def test_a_lora_of_each_expert_loads_where_diffusers_expects_it(expert: Any, fol
         pipeline.load_lora_weights(tmp_path / "lora", weight_name=FILE_NAME_2, load_into_transformer_2=True)
     assert len(list((tmp_path / "lora").iterdir())) == (2 if expert == "both" else 1)
     assert torch.equal(WAN.model_class(pipeline).velocity(**batch), adapted)
-    export_merged(model, tmp_path / "merged")
+    write_merged(model, tmp_path / "merged")
     torch.testing.assert_close(WAN.load(tmp_path / "merged").velocity(**batch), adapted, atol=1e-5, rtol=1e-5)
 
 

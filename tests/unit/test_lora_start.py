@@ -10,10 +10,12 @@ import pytest
 import torch
 from diffusers import FluxPipeline, QwenImagePipeline, StableDiffusionXLPipeline, WanPipeline
 from safetensors.torch import save_file
+from tiny_pipelines import shared_tiny_model
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.adapters.lora_start import read_lora
+from digenrl.models.adapters.lora_start import fitted, original_layers, read_lora
+from digenrl.models.families.parts.comfyui_layers import WAN_LAYERS
 
 RANK, ALPHA = 4, 2.0
 KOHYA = (".lora_down.weight", ".lora_up.weight")
@@ -51,11 +53,49 @@ def test_kohyas_files_are_read_with_their_alphas(
 ) -> None:
     tensors = pairs_of(*layers)
     save_file(tensors, tmp_path / "lora.safetensors")
-    read = read_lora(tmp_path / "lora.safetensors", pipeline)
+    read = read_lora(tmp_path / "lora.safetensors", pipeline, {})
     assert len(read) == len(layers)
     down, up = read[found]
     expected = tensors[layers[0] + KOHYA[1]] @ tensors[layers[0] + KOHYA[0]] * ALPHA / RANK
     torch.testing.assert_close(up @ down, expected)
+
+
+def test_comfyuis_names_for_wan_are_those_that_diffusers_converts(tmp_path: Path) -> None:
+    """Also of the layers that only image-to-video models have."""
+    names = {name.replace("*", "0"): layers[0].replace("*", "0") for name, layers in WAN_LAYERS.items()}
+    tensors = pairs_of(*(f"diffusion_model.{name}" for name in names), sides=DIFFUSERS, alpha=False)
+    save_file(tensors, tmp_path / "lora.safetensors")
+    read = read_lora(tmp_path / "lora.safetensors", WanPipeline, {})
+    assert read.keys() == set(names.values())
+    for name, layer in names.items():
+        assert torch.equal(read[layer][0], tensors[f"diffusion_model.{name}.lora_A.weight"])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "separator"), [("diffusion_model.", "."), ("lora_unet_", "_")], ids=["comfyui", "kohya"]
+)
+def test_fused_layers_of_z_image_are_split(prefix: str, separator: str, tmp_path: Path) -> None:
+    """As musubi-tuner writes LoRAs for ComfyUI: a rank for each of q, k and v, and alpha times 3."""
+    model, attention = shared_tiny_model("z_image"), "layers.0.attention"
+    layers = [f"{attention}.{name}" for name in ("to_q", "to_k", "to_v", "to_out.0")]
+    sizes = [model.transformer.get_submodule(layer).weight.shape for layer in layers]
+    downs, ups = ([torch.randn(RANK, size[1]) for size in sizes], [torch.randn(size[0], RANK) for size in sizes])
+    fused, out = (prefix + f"{attention}.{name}".replace(".", separator) for name in ("qkv", "out"))
+    tensors = {
+        fused + KOHYA[0]: torch.cat(downs[:3]),
+        fused + KOHYA[1]: torch.block_diag(*ups[:3]),
+        f"{fused}.alpha": torch.tensor(ALPHA * 3),
+        **dict(zip([out + KOHYA[0], out + KOHYA[1]], [downs[3], ups[3]], strict=True)),
+        f"{out}.alpha": torch.tensor(ALPHA),
+    }
+    save_file(tensors, tmp_path / "lora.safetensors")
+    original = original_layers(type(model), model.transformer)
+    read = read_lora(tmp_path / "lora.safetensors", type(model.pipeline), original)
+    pairs = fitted(read, set(layers), RANK)
+    for layer, down, up in zip(layers, downs, ups, strict=True):
+        torch.testing.assert_close(pairs[layer], (down, up * ALPHA / RANK))
+    with pytest.raises(ConfigError, match=f"rank {RANK}, the recipe 5; set training.lora.rank={RANK}"):
+        fitted(read, set(layers), 5)
 
 
 def test_a_lora_of_text_encoders_too_is_refused(tmp_path: Path) -> None:
@@ -63,13 +103,13 @@ def test_a_lora_of_text_encoders_too_is_refused(tmp_path: Path) -> None:
     encoder, unet = "lora_te1_text_model_encoder_layers_0_self_attn_q_proj", "lora_unet_input_blocks_4_1_proj_in"
     save_file(pairs_of(encoder, unet), tmp_path / "lora.safetensors")
     with pytest.raises(ConfigError, match=r"adapts a text encoder \(text_encoder"):
-        read_lora(tmp_path / "lora.safetensors", StableDiffusionXLPipeline)
+        read_lora(tmp_path / "lora.safetensors", StableDiffusionXLPipeline, {})
 
 
 def test_names_with_those_of_pefts_adapter_set_are_known(tmp_path: Path) -> None:
     sides = (".lora_A.default.weight", ".lora_B.default.weight")
     save_file(pairs_of("transformer.blocks.0.to_q", sides=sides, alpha=False), tmp_path / "lora.safetensors")
-    assert list(read_lora(tmp_path / "lora.safetensors", FluxPipeline)) == ["blocks.0.to_q"]
+    assert list(read_lora(tmp_path / "lora.safetensors", FluxPipeline, {})) == ["blocks.0.to_q"]
 
 
 def test_the_metadata_of_diffusers_give_the_strength_and_what_is_not_plain_is_refused(tmp_path: Path) -> None:
@@ -79,7 +119,7 @@ def test_the_metadata_of_diffusers_give_the_strength_and_what_is_not_plain_is_re
     def read(metadata: dict[str, Any], **more: Tensor) -> tuple[Tensor, Tensor]:
         named = {f"transformer.{key}": value for key, value in {"r": RANK, "lora_alpha": 8, **metadata}.items()}
         save_file({**tensors, **more}, file, metadata={"lora_adapter_metadata": json.dumps(named)})
-        return read_lora(file, FluxPipeline)["transformer_blocks.0.attn.to_q"]
+        return read_lora(file, FluxPipeline, {})["transformer_blocks.0.attn.to_q"]
 
     for metadata, scale in (({}, 8 / RANK), ({"use_rslora": True}, 8 / RANK**0.5)):
         torch.testing.assert_close(read(metadata)[1], tensors[layer + DIFFUSERS[1]] * scale)
@@ -89,4 +129,4 @@ def test_the_metadata_of_diffusers_give_the_strength_and_what_is_not_plain_is_re
         read({}, **{f"{layer}.dora_scale": torch.ones(8, 1)})
     save_file(tensors, file, metadata={"lora_adapter_metadata": "{"})
     with pytest.raises(ConfigError, match="metadata are damaged"):
-        read_lora(file, FluxPipeline)
+        read_lora(file, FluxPipeline, {})

@@ -172,6 +172,12 @@ ExportFolder = Annotated[
     typer.Option("--out", metavar="DIR", help="A new folder; by default a numbered one in RUN/exported."),
 ]
 
+# report
+ReportFolder = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="DIR", help="Write report.html and trace.json here, not into the run's folder."),
+]
+
 # prompts
 PromptSetName = Annotated[
     str | None, typer.Argument(metavar="NAME", help="A prompt set, e.g. ocr_signs; without it, all are listed.")

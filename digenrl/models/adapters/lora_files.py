@@ -171,7 +171,7 @@ def _joined(pairs: Mapping[str, LoraPair], layers: ComfyuiLayers, transformer: n
     linears = {path: each for path, each in transformer.named_modules() if isinstance(each, nn.Linear)}
     left, joined = dict(pairs), {}
     for path in pairs:
-        found = _comfyui_layer(path, layers)
+        found = comfyui_layer(path, layers)
         if found is None:
             raise ConfigError(f"ComfyUI has no name for the adapted layer {path}; export to merged instead")
         name, parts = found
@@ -181,7 +181,7 @@ def _joined(pairs: Mapping[str, LoraPair], layers: ComfyuiLayers, transformer: n
     return joined
 
 
-def _comfyui_layer(path: str, layers: ComfyuiLayers) -> tuple[str, list[str]] | None:
+def comfyui_layer(path: str, layers: ComfyuiLayers) -> tuple[str, list[str]] | None:
     """The layer of ComfyUI that contains this one, and all layers that it consists of."""
     block = next(iter(re.findall(r"\.(\d+)\.", path)), "")
     pattern = path.replace(f".{block}.", ".*.", 1) if block else path

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from diffusers.utils import convert_unet_state_dict_to_peft
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from digenrl.config.reading import ConfigError, one_line
 from digenrl.models.adapters.lora import adapter_parameters, layer_kind, published_name
@@ -26,6 +26,7 @@ from digenrl.models.adapters.lora_files import (
     LoraPair,
     adapted_component,
     adapter_config,
+    comfyui_layer,
     lora_loader,
 )
 from digenrl.models.contract import DiffusionModel
@@ -34,6 +35,8 @@ from digenrl.models.model_weights import load_weights
 KEY = "training.lora.start_from"
 SIDES = ((".lora_down.weight", ".lora_up.weight"), (DOWN, UP), (".lora.down.weight", ".lora.up.weight"))
 METADATA = "lora_adapter_metadata"  # where diffusers keeps rank and alpha
+ORIGINAL_PREFIXES = ("diffusion_model.", "transformer.")  # of the names of a model's original code
+KOHYA_PREFIX = "lora_unet_"  # of the same names with underscores
 UNET_CONFIG = SimpleNamespace(layers_per_block=2)  # of SD 1.5 and SDXL, for kohya's names of blocks
 
 
@@ -43,10 +46,10 @@ def start_from(model: DiffusionModel, source: Path) -> None:
     It must adapt the same layers with the same rank. Its strength is kept: B is scaled for the model's own alpha.
     Raises ConfigError, and changes nothing, if it cannot be read or does not fit.
     """
-    pairs = read_lora(source, model.pipeline_class)
     config = adapter_config(model)
     adapted = {name.removesuffix(DOWN) for name in adapter_parameters(model) if name.endswith(DOWN)}
-    check_start(pairs, adapted, config.r)
+    original = original_layers(type(model), model.transformer)
+    pairs = fitted(read_lora(source, model.pipeline_class, original), adapted, config.r)
     scale = config.lora_alpha / config.r
     weights = {layer + DOWN: down for layer, (down, _) in pairs.items()}
     weights |= {layer + UP: up / scale for layer, (_, up) in pairs.items()}
@@ -56,8 +59,12 @@ def start_from(model: DiffusionModel, source: Path) -> None:
         raise _wrong(source, str(error)) from None
 
 
-def check_start(pairs: Mapping[str, LoraPair], layers: set[str], rank: int) -> None:
-    """Raises ConfigError unless the pairs belong to these layers and have this rank."""
+def fitted(pairs: Mapping[str, LoraPair], layers: set[str], rank: int) -> dict[str, LoraPair]:
+    """The pairs for these layers, with this rank. Raises ConfigError if they have other layers or another rank.
+
+    Left out is what adds nothing to a weight, as in the parts of a layer that was fused for ComfyUI.
+    """
+    pairs = {layer: pair for layer, pair in pairs.items() if layer in layers or pair[1].any()}
     if pairs.keys() != layers:
         kinds = sorted({layer_kind(layer) for layer in pairs})
         missing, more = sorted(layers - pairs.keys()), sorted(pairs.keys() - layers)
@@ -67,14 +74,50 @@ def check_start(pairs: Mapping[str, LoraPair], layers: set[str], rank: int) -> N
             f"training.lora.targets=[{', '.join(kinds)}]",
             KEY,
         )
-    ranks = sorted({len(down) for down, _ in pairs.values()})
-    if ranks != [rank]:
+    fitting = {layer: _with_rank(pair, rank) for layer, pair in pairs.items()}
+    if any(len(down) != rank for down, _ in fitting.values()):
+        least = min(len(down) for down, _ in pairs.values())
+        ranks = sorted({len(_with_rank(pair, least)[0]) for pair in pairs.values()})
         found = " and ".join(str(each) for each in ranks)
         hint = f"set training.lora.rank={ranks[0]}" if len(ranks) == 1 else "give a LoRA with one rank"
         raise ConfigError(f"{KEY}: has rank {found}, the recipe {rank}; {hint}", KEY)
+    return fitting
 
 
-def read_lora(source: Path, pipeline_class: type[Any]) -> dict[str, LoraPair]:
+def _with_rank(pair: LoraPair, rank: int) -> LoraPair:
+    """The pair without columns of B that are zero, down to this rank; unchanged if too few are."""
+    down, up = pair
+    used = up.any(dim=0)
+    if len(down) <= rank or used.sum() > rank:
+        return pair
+    kept = used.logical_not().argsort(stable=True)[:rank].sort().values
+    return down[kept], up[:, kept]
+
+
+OriginalLayers = Mapping[str, Mapping[str, int]]
+"""Layers of a model's original code by name, with the outputs of the layers of diffusers that they consist of."""
+
+
+def original_layers(model_class: type[DiffusionModel], transformer: nn.Module) -> OriginalLayers:
+    """The names that a LoRA file may have for the layers of a model; none if diffusers knows all of them.
+
+    The transformer is the model's, with or without adapters; its weights are not read.
+    """
+    layers = {**(model_class.comfyui_layers or {}), **model_class.fused_layers}
+    linears = {
+        path.removesuffix(".base_layer"): module.out_features
+        for path, module in transformer.named_modules()
+        if isinstance(module, nn.Linear) and ".lora_" not in path
+    }
+    found = {}
+    for path in linears if layers else ():
+        name, parts = comfyui_layer(path, layers) or (path, [path])
+        found[name] = {part: linears[part] for part in parts}
+        found[path] = {path: linears[path]}
+    return found
+
+
+def read_lora(source: Path, pipeline_class: type[Any], original: OriginalLayers) -> dict[str, LoraPair]:
     """The pairs of a LoRA by layer of the diffusers transformer, with its scale multiplied into B."""
     file = _file_of(source)
     tensors, metadata = _read(file)
@@ -84,12 +127,33 @@ def read_lora(source: Path, pipeline_class: type[Any]) -> dict[str, LoraPair]:
         return _pairs(source, named, scale)
     _check_plain(source, {key: True for name in tensors if (key := name.rpartition(".")[2]) == "dora_scale"})
     ranks = _apply_alphas(tensors)
+    scale = _metadata_scale(source, metadata) if not ranks else 1.0
+    pairs = _pairs_by_original_name(source, tensors, original, scale)
+    if pairs:
+        return pairs
     if not ranks:
-        return _pairs(source, _converted(source, tensors, pipeline_class), _metadata_scale(source, metadata))
+        return _pairs(source, _converted(source, tensors, pipeline_class), scale)
     try:  # some layouts are converted only without alphas, and others recognized by them
         return _pairs(source, _converted(source, tensors, pipeline_class), 1.0)
     except ConfigError:
         return _pairs(source, _converted(source, tensors | ranks, pipeline_class), 1.0)
+
+
+def _pairs_by_original_name(
+    source: Path, tensors: Mapping[str, Tensor], original: OriginalLayers, scale: float
+) -> dict[str, LoraPair]:
+    """The pairs of a file in which every layer has one of the original names; else none."""
+    left, pairs = dict(tensors), dict[str, LoraPair]()
+    for name, parts in original.items():
+        spellings = (*(prefix + name for prefix in ORIGINAL_PREFIXES), KOHYA_PREFIX + name.replace(".", "_"))
+        for down, up in ((each + a, each + b) for each in spellings for a, b in SIDES):
+            if down in left and up in left:
+                low, high = left.pop(down), left.pop(up)
+                if len(high) != sum(parts.values()):
+                    raise _wrong(source, f"{up} has {len(high)} rows, expected {sum(parts.values())}")
+                rows = torch.split(high, list(parts.values()))
+                pairs |= {part: (low, own * scale) for part, own in zip(parts, rows, strict=True)}
+    return {} if left else pairs
 
 
 def _converted(source: Path, tensors: Mapping[str, Tensor], pipeline_class: type[Any]) -> dict[str, Tensor]:

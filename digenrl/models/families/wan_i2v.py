@@ -33,7 +33,6 @@ class WanImageToVideoModel(WanModel):
     """L = (C, F, h, w), as in Wan. A prompt has one source, or two: the first and the last frame."""
 
     family = "wan_i2v"
-    comfyui_layers = None
     vision_components = ("image_encoder", "image_processor")
     lora_targets = (*WanModel.lora_targets, "add_k_proj", "add_v_proj")
     text_length = None  # the transformer takes the last 512 tokens for text, and those before them for an image

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
-from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
+from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES, Z_IMAGE_FUSED_LAYERS
 from digenrl.models.families.parts.helpers import (
     Text,
     at_least_fp32,
@@ -80,6 +80,7 @@ class ZImageModel(TwoBranchModel, ImageVaeModel):
     family = "z_image"
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     comfyui_layers = DIFFUSERS_NAMES
+    fused_layers = Z_IMAGE_FUSED_LAYERS
     default_guidance = 5.0
     block_state_arguments = ("x",)
     blocks_before_chain = ("noise_refiner", "context_refiner")

@@ -50,18 +50,22 @@ def export_transformer(model: DiffusionModel, folder: Path, values: Mapping[str,
 
     `values` replace some of the model's own weights. For a sharded model they must be all weights, gathered.
     """
-    whole = values if is_sharded(model.transformer) else weights_state(model, "cpu", instead=values or {})
-    transformer = _transformer_with(model.transformer, whole or {})
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         tidy(folder.parent)
         with written_atomically(folder) as partial:
-            transformer.save_pretrained(partial)
+            write_transformer(model, partial, values)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be written: {reason_of(error)}") from error
 
 
-def export_merged(model: PipelineModel, folder: Path) -> None:
+def write_transformer(model: DiffusionModel, folder: Path, values: Mapping[str, Tensor] | None = None) -> None:
+    """As `export_transformer`, into a new folder; if that fails, it is incomplete."""
+    whole = values if is_sharded(model.transformer) else weights_state(model, "cpu", instead=values or {})
+    _transformer_with(model.transformer, whole or {}).save_pretrained(folder)
+
+
+def write_merged(model: PipelineModel, folder: Path) -> None:
     """Writes the whole pipeline so that its class's `from_pretrained(folder)` reads it, with merged adapters.
 
     The model's pipeline has the merged transformer from then on. Components that are not loaded here are copied.
@@ -72,13 +76,10 @@ def export_merged(model: PipelineModel, folder: Path) -> None:
         for part, transformer in parts_of(model.transformer).items()
     }
     model.pipeline.register_modules(**merged)
-    try:
-        with without_progress_bars():
-            model.pipeline.save_pretrained(folder)
-        source, optional = Path(model.pipeline.config._name_or_path), model.pipeline_class._optional_components
-        copy_components(source, folder, (*model.unused_components, *model.processors), optional)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{folder}: cannot be written: {reason_of(error)}") from error
+    with without_progress_bars():
+        model.pipeline.save_pretrained(folder)
+    source, optional = Path(model.pipeline.config._name_or_path), model.pipeline_class._optional_components
+    copy_components(source, folder, (*model.unused_components, *model.processors), optional)
 
 
 def weights_to_export(state: TrainerState) -> dict[str, Tensor]:

@@ -68,12 +68,23 @@ FLUX_2_LAYERS: ComfyuiLayers = {
     "final_layer.linear": ("proj_out",),
 }
 
+# ComfyUI also knows the names of diffusers, in which LoRAs are written.
+Z_IMAGE_FUSED_LAYERS: ComfyuiLayers = {
+    f"{blocks}.*.attention.{theirs}": tuple(f"{blocks}.*.attention.{name}" for name in ours)
+    for blocks in ("layers", "noise_refiner", "context_refiner")
+    for theirs, ours in (("qkv", ("to_q", "to_k", "to_v")), ("out", ("to_out.0",)))
+}
+
 WAN_LAYERS: ComfyuiLayers = {
     **{
         f"blocks.*.{theirs}.{short}": (f"blocks.*.{ours}.{name}",)
         for theirs, ours in (("self_attn", "attn1"), ("cross_attn", "attn2"))
         for short, name in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
     },
+    "blocks.*.cross_attn.k_img": ("blocks.*.attn2.add_k_proj",),
+    "blocks.*.cross_attn.v_img": ("blocks.*.attn2.add_v_proj",),
+    "img_emb.proj.1": ("condition_embedder.image_embedder.ff.net.0.proj",),
+    "img_emb.proj.3": ("condition_embedder.image_embedder.ff.net.2",),
     "blocks.*.ffn.0": ("blocks.*.ffn.net.0.proj",),
     "blocks.*.ffn.2": ("blocks.*.ffn.net.2",),
     "text_embedding.0": ("condition_embedder.text_embedder.linear_1",),

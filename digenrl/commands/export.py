@@ -14,7 +14,13 @@ from digenrl.commands.support.diffusers_snippet import lora_loading
 from digenrl.commands.support.output import out, print_written
 from digenrl.commands.support.output_folders import new_folder, written_files
 from digenrl.config.reading import ConfigError, nearest, one_line
-from digenrl.models.adapters.lora_files import Adapters, write_comfyui, write_diffusers, write_peft
+from digenrl.models.adapters.lora_files import (
+    Adapters,
+    adapted_component,
+    write_comfyui,
+    write_diffusers,
+    write_peft,
+)
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.experts import HIGH_NOISE, LOW_NOISE, parts_of
 from digenrl.models.model_weights import load_weights, weights_state
@@ -169,9 +175,10 @@ def _comfyui(request: _Request, folder: Path) -> None:
         transformer = transformer_without_weights(request.blueprint)
     except OSError as error:
         raise ConfigError(f"model.source: its configuration cannot be read: {one_line(error)}") from None
+    unet = adapted_component(family.pipeline_class) == "unet"
     for part, adapters in request.adapters().by_part().items():
         file = folder / f"{request.name}{COMFYUI_ENDINGS[part]}.safetensors"
-        write_comfyui(adapters, file, layers, parts_of(transformer).get(part, transformer))
+        write_comfyui(adapters, file, layers, parts_of(transformer).get(part, transformer), unet=unet)
 
 
 def _peft(request: _Request, folder: Path) -> None:

@@ -269,22 +269,27 @@ def test_training_starts_from_kohyas_names_and_alphas(tmp_path: Path) -> None:
 
 # --- ComfyUI's rules --------------------------------------------------------------------------------------------
 
+UNETS = ("sd15", "sdxl")
+
 
 def apply_in_comfyui(lora: dict[str, Tensor], family: str, transformer: torch.nn.Module) -> None:
     """Adds alpha / rank * B A to the rows of each layer that a LoRA names; without `.alpha`, B A."""
     linears = {path: each for path, each in transformer.named_modules() if isinstance(each, torch.nn.Linear)}
     known = comfyui_model(family, list(linears))
     used = set()
+    down_end, up_end = "lora_A.weight", "lora_B.weight"
+    if family in UNETS:
+        down_end, up_end = "lora_down.weight", "lora_up.weight"
     for name, parts in known.items():
-        if f"{name}.lora_B.weight" not in lora:
+        if f"{name}.{up_end}" not in lora:
             continue
-        up, down = lora[f"{name}.lora_B.weight"], lora[f"{name}.lora_A.weight"]
+        up, down = lora[f"{name}.{up_end}"], lora[f"{name}.{down_end}"]
         alpha = lora.get(f"{name}.alpha")
         scale = 1.0 if alpha is None else alpha.item() / down.shape[0]
         update = (up @ down * scale).split([linears[part].out_features for part in parts])
         for part, rows in zip(parts, update, strict=True):
             linears[part].weight.data += rows
-        used |= {f"{name}.{end}" for end in ("lora_A.weight", "lora_B.weight", "alpha")}
+        used |= {f"{name}.{end}" for end in (down_end, up_end, "alpha")}
     assert used == lora.keys(), "lora key not loaded"
 
 
@@ -293,6 +298,8 @@ def comfyui_model(family: str, linears: list[str]) -> dict[str, list[str]]:
     plain = ("sd3", "flux", "flux_kontext", "qwen_image", "qwen_image_edit", "z_image")
     if family in plain:
         return {f"transformer.{path}": [path] for path in linears}
+    if family in UNETS:
+        return {f"lora_unet_{path.replace('.', '_')}": [path] for path in linears}
     rename = {"wan": _wan_name, "wan_i2v": _wan_name, "flux2_klein": _flux2_name, "flux2_dev": _flux2_name}.get(
         family, _hunyuan_name
     )

@@ -30,6 +30,8 @@ FILE_NAME_2 = "pytorch_lora_weights_2.safetensors"  # for a second transformer, 
 PEFT_FILE, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PEFT_PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # endings of published names
+# Of kohya's names, in which all other dots are underscores.
+KOHYA_PREFIX, KOHYA_ENDS = "lora_unet_", (".lora_down.weight", ".lora_up.weight")
 
 LoraPair = tuple[Tensor, Tensor]
 """A (rank x inputs) and B (outputs x rank) of one layer."""
@@ -152,18 +154,28 @@ def _written_config(adapters: Adapters) -> LoraConfig:
     return config
 
 
-def write_comfyui(adapters: Adapters, file: Path, layers: ComfyuiLayers, transformer: nn.Module) -> Path:
+def write_comfyui(
+    adapters: Adapters, file: Path, layers: ComfyuiLayers, transformer: nn.Module, *, unet: bool = False
+) -> Path:
     """Writes a file for ComfyUI's LoRA loaders, with an `.alpha` beside every pair; returns it.
 
     `layers` are ComfyUI's, as `DiffusionModel.comfyui_layers` describes them. The transformer is the model's; its
-    weights are not read. Raises ConfigError if ComfyUI has no name for an adapted layer.
+    weights are not read. The layers of a UNet get kohya's names, which other programs know, too. Raises ConfigError
+    if ComfyUI has no name for an adapted layer.
     """
-    prefix = "diffusion_model." if layers else "transformer."
     pairs = dict(adapters.pairs) if not layers else _joined(adapters.pairs, layers, transformer)
-    content = Adapters(pairs, adapters.rank, adapters.targets).named(prefix)
-    alphas = {f"{prefix}{layer}.alpha": torch.tensor(float(len(down))) for layer, (down, _) in pairs.items()}
-    save_file(content | alphas, file, metadata={"format": "pt"})
+    down_end, up_end = KOHYA_ENDS if unet else (DOWN, UP)
+    content: dict[str, Tensor] = {}
+    for layer, (down, up) in pairs.items():
+        name = KOHYA_PREFIX + layer.replace(".", "_") if unet else f"{_prefix(layers)}{layer}"
+        content |= {name + down_end: down.contiguous(), name + up_end: up.contiguous()}
+        content[f"{name}.alpha"] = torch.tensor(float(len(down)))
+    save_file(content, file, metadata={"format": "pt"})
     return file
+
+
+def _prefix(layers: ComfyuiLayers) -> str:
+    return "diffusion_model." if layers else "transformer."
 
 
 def _joined(pairs: Mapping[str, LoraPair], layers: ComfyuiLayers, transformer: nn.Module) -> dict[str, LoraPair]:

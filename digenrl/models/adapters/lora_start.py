@@ -19,6 +19,8 @@ from digenrl.models.adapters.lora import adapter_parameters, layer_kind, publish
 from digenrl.models.adapters.lora_files import (
     DOWN,
     FILE_NAME,
+    KOHYA_ENDS,
+    KOHYA_PREFIX,
     PEFT_CONFIG,
     PEFT_FILE,
     PEFT_PREFIX,
@@ -33,10 +35,9 @@ from digenrl.models.contract import DiffusionModel
 from digenrl.models.model_weights import load_weights
 
 KEY = "training.lora.start_from"
-SIDES = ((".lora_down.weight", ".lora_up.weight"), (DOWN, UP), (".lora.down.weight", ".lora.up.weight"))
+SIDES = (KOHYA_ENDS, (DOWN, UP), (".lora.down.weight", ".lora.up.weight"))
 METADATA = "lora_adapter_metadata"  # where diffusers keeps rank and alpha
 ORIGINAL_PREFIXES = ("diffusion_model.", "transformer.")  # of the names of a model's original code
-KOHYA_PREFIX = "lora_unet_"  # of the same names with underscores
 UNET_CONFIG = SimpleNamespace(layers_per_block=2)  # of SD 1.5 and SDXL, for kohya's names of blocks
 
 

@@ -1,7 +1,7 @@
 """The layers of ComfyUI's models, as its LoRA loaders name them, and the diffusers layers that they consist of.
 
-ComfyUI keeps the names of the original implementations. For SD3, FLUX.1, Qwen-Image and Z-Image it also knows
-those of diffusers.
+ComfyUI keeps the names of the original implementations. For SD3, FLUX.1, Qwen-Image, Z-Image and UNets it also
+knows those of diffusers.
 """
 
 from __future__ import annotations

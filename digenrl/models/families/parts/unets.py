@@ -18,6 +18,7 @@ from torch import Tensor
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.parts.helpers import (
     Text,
     at_least_fp32,
@@ -39,6 +40,7 @@ class UNetModel(PipelineModel):
     denoiser = "unet"
     takes_shift = False
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    comfyui_layers = DIFFUSERS_NAMES
     block_state_arguments = ("hidden_states", "input_tensor")
 
     def __init__(self, pipeline: Any) -> None:

@@ -160,7 +160,7 @@ def write_comfyui(
     """Writes a file for ComfyUI's LoRA loaders, with an `.alpha` beside every pair; returns it.
 
     `layers` are ComfyUI's, as `DiffusionModel.comfyui_layers` describes them. The transformer is the model's; its
-    weights are not read. The layers of a UNet get kohya's names, which other programs know, too. Raises ConfigError
+    weights are not read. The layers of a UNet get kohya's names, which other programs know. Raises ConfigError
     if ComfyUI has no name for an adapted layer.
     """
     pairs = dict(adapters.pairs) if not layers else _joined(adapters.pairs, layers, transformer)

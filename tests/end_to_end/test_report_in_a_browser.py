@@ -23,6 +23,7 @@ from headless_browser import NAMES, Page, browser_page, find_browser
 
 from digenrl.report import timeline
 from digenrl.report.page import write_report as write_report_of
+from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.reading import read_run
 from digenrl.worker.clips import write_clip
 
@@ -338,7 +339,8 @@ def test_a_run_whose_cards_do_both_shows_who_did_what(page: Page, tmp_path: Path
 def test_a_run_that_has_just_started_shows_only_its_recipe(page: Page, tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", metrics=[], evaluations=[], status="running")
     (folder / "spans.jsonl").unlink()
-    page.open(write_report(folder))
+    with RunFolder.open(folder).locked():  # as its process does
+        page.open(write_report(folder))
     assert page.errors == []
     assert "running when this page was written" in page.text("#status")
     hidden = [name for name in SECTIONS if page.evaluate(f"document.getElementById('{name}').hidden")]

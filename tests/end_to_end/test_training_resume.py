@@ -92,16 +92,17 @@ def kill_all_in_a_checkpoint(command: subprocess.Popen[str], run: Path) -> Path:
 
 
 def test_a_run_that_is_stopped_and_killed_twice_ends_as_if_it_had_not_been(live: LiveRuns) -> None:
-    run, steps = live.new_path(), 9
-    common = (f"steps={steps}", "checkpoint.every=2", evaluation(live, every=2))
-    terminate_all(live.command("tiny.yaml", *common, "--out", str(run)), run)
+    run, common = live.new_path(), ("checkpoint.every=2", evaluation(live, every=2))
+    many = "steps=60"  # it does not end before it is killed
+    terminate_all(live.command("tiny.yaml", many, *common, "--out", str(run)), run)
     stop = steps_done(run)
     kill_the_driver_in_an_evaluation(live.command("--resume", str(run)), run)
     left_over = kill_all_in_a_checkpoint(live.command("--resume", str(run)), run)
-    assert live.resume(run) is Status.FINISHED
+    steps = steps_done(run) + 1
+    assert live.resume(run, f"steps={steps}") is Status.FINISHED
     assert not left_over.exists(), "the next run removes what a killed one left"
 
-    folder, quiet = RunFolder.open(run), live.finished("mode=colocated", *common)
+    folder, quiet = RunFolder.open(run), live.finished("mode=colocated", f"steps={steps}", *common)
     assert trained(folder, steps) == trained(quiet, steps)
     assert metric(folder, "step") == list(range(steps))
     assert metric(folder, "reward_mean") == metric(quiet, "reward_mean")

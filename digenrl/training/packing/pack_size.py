@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -63,11 +64,15 @@ def measure_largest_pack(
     budget = int(memory_share * free_bytes(device)) - reserved_bytes
     first = (1, measured_bytes(lambda: run_pack(1), device))
     fitting = smallest(MemoryLine(0, first[1]).largest(budget, min(limit, terms)))
-    second_size = next((size for size in SECOND_SIZES if size <= fitting), None)
-    if second_size is None:
-        return 1
-    second = (second_size, measured_bytes(lambda: run_pack(second_size), device))
-    return MemoryLine.through(first, second).largest(budget, limit)
+    for size in SECOND_SIZES:
+        if size > fitting:
+            continue
+        try:
+            second = (size, measured_bytes(partial(run_pack, size), device))
+        except torch.OutOfMemoryError:
+            continue
+        return MemoryLine.through(first, second).largest(budget, limit)
+    return 1
 
 
 def measured_bytes(run: Callable[[], None], device: torch.device) -> int:

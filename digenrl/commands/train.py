@@ -93,7 +93,7 @@ def resume_run(
             f"{' '.join(_changes_of_the_update(folder, overrides))}: would change what the run computes; a "
             "resumed run may change steps, mode, lanes, cluster, logging, checkpoint, evaluation, techniques "
             "other than tcss, and what affects only rounding, such as training.pack_size; for anything else, "
-            f"{_new_run_from(folder)}"
+            f"start a new run with model.source set to what 'digenrl export {folder.path} --to merged' writes"
         )
     with folder.locked():  # a process that is training here keeps its recipe
         if restart:
@@ -120,13 +120,6 @@ def _changes_of_the_update(folder: RunFolder, overrides: Sequence[str]) -> list[
                 continue
         found.append(each)
     return found or list(overrides)
-
-
-def _new_run_from(folder: RunFolder) -> str:
-    """How to train the run's weights with other settings."""
-    if folder.recipe.training.lora is None:
-        return "start a new run with model.source set to an export --to merged"
-    return f"start a new run with training.lora.start_from={shlex.quote(str(folder.lora))}"
 
 
 def _prompts_exist(recipe: Recipe) -> bool:

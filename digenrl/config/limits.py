@@ -23,6 +23,7 @@ SAMPLES_PER_STEP = 1_048_576
 DRAWN_PROMPTS = 100_000  # of a prompt set
 PROMPT_CHARACTERS = 20_000
 NESTED_KEYS = 64
+LONGEST_S = 10_000_000  # seconds of one job: about four months
 VALUES_IN_A_FILE = 1_000_000
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from digenrl.config.limits import LONGEST_S
 from digenrl.config.reading import Frozen, read_model
 from digenrl.config.recipes.base_precision import UNQUANTIZED
 from digenrl.config.recipes.paths import PACKAGE, find_file
@@ -19,8 +20,8 @@ from digenrl.records import Kernel, PassKind
 SHIPPED = PACKAGE / "profiles"
 DIGITS = 4  # significant digits of a measured time
 
-NonNegativeSeconds = Annotated[float, Field(ge=0)]
-PositiveSeconds = Annotated[float, Field(gt=0)]
+NonNegativeSeconds = Annotated[float, Field(ge=0, le=LONGEST_S)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 
 
 class DeviceFacts(Frozen):

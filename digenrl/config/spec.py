@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from digenrl.config.generator_pools import Count, GeneratorPool, check_pool_slice, check_slice, slice_sizes
 from digenrl.config.limits import (
+    LONGEST_S,
     EvaluationChunks,
     GroupSize,
     Lanes,
@@ -44,7 +45,6 @@ def _exact(value: Any) -> Any:
 
 
 Number = Annotated[Decimal, BeforeValidator(_exact)]
-LONGEST_S = Decimal(10**7)  # of one job: about four months
 Duration = Annotated[Number, Field(ge=0, le=LONGEST_S)]
 PositiveDuration = Annotated[Number, Field(gt=0, le=LONGEST_S)]
 SliceTable = Annotated[dict[Annotated[Count, BeforeValidator(_number)], PositiveDuration], Field(min_length=1)]

@@ -108,6 +108,9 @@ def test_a_profile_is_found_by_name_and_the_error_for_an_unknown_one_names_the_n
         find_profile("h200demo")
     with pytest.raises(ConfigError, match=r"h200_demo\.yaml: no such file"):
         read_profile("./h200_demo.yaml", Path("nowhere"))
+    (tmp_path / "in_ns.yaml").write_text(write_profile(PROFILE.model_copy(update={"commit_seconds": 3e8})))
+    with pytest.raises(ConfigError, match=r"in_ns\.yaml: commit_seconds: .*got 300000000"):
+        read_profile("in_ns")
 
 
 # --- A SPEC ----------------------------------------------------------------------------------------------------

@@ -9,16 +9,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
-from digenrl.config.profiles import Profile, find_profile, read_profile
+from digenrl.config.profiles import NonNegativeSeconds, PositiveSeconds, Profile, find_profile, read_profile
 from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping
-from digenrl.config.spec import LONGEST_S
 from digenrl.planning.facts.cards import Card, Positive, find_card, known_cards, undescribed_card
 from digenrl.planning.facts.constants import CONSTANTS
 from digenrl.planning.facts.model_facts import Whole
 from digenrl.planning.sites.groups import SiteLink, check_sites
 
-Seconds = Annotated[float, Field(ge=0, le=float(LONGEST_S))]
-PositiveSeconds = Annotated[float, Field(gt=0, le=float(LONGEST_S))]
 MOST_CARDS = 16_384
 
 
@@ -34,10 +31,10 @@ class Measured(Frozen):
 
     slice_seconds: Annotated[dict[Whole, PositiveSeconds], Field(min_length=1)] | None = None
     train_seconds_per_sample: PositiveSeconds | None = None
-    commit_seconds: Seconds | None = None
-    publish_seconds: Seconds | None = None
-    score_seconds: Seconds | None = None
-    switch_seconds: Seconds | None = None
+    commit_seconds: NonNegativeSeconds | None = None
+    publish_seconds: NonNegativeSeconds | None = None
+    score_seconds: NonNegativeSeconds | None = None
+    switch_seconds: NonNegativeSeconds | None = None
 
     @classmethod
     def from_profile(cls, profile: Profile) -> Measured:

@@ -40,7 +40,7 @@ def inspect(recipe: Recipe) -> Machine:
     process = context.Process(target=_report, args=(recipe, theirs), daemon=True)
     try:
         process.start()
-    except (EOFError, OSError):  # the fork server has ended, and has printed why
+    except (EOFError, ConnectionError):  # the fork server has ended, and has printed why
         raise ConfigError(
             "the packages for training cannot be imported, see the error above; install digenrl[train] again"
         ) from None

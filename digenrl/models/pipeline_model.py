@@ -126,7 +126,7 @@ class PipelineModel(DiffusionModel):
         return {"num_inference_steps": steps}
 
     def own_components(self) -> dict[str, Any]:
-        """Our components in place of some that are never loaded, by name."""
+        """Our components in place of the pipeline's, by name: some of those are never loaded, some modified."""
         return {}
 
     def whole_pipeline(self) -> Any:

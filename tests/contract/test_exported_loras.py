@@ -298,6 +298,8 @@ def comfyui_model(family: str, linears: list[str]) -> dict[str, list[str]]:
     plain = ("sd3", "flux", "flux_kontext", "qwen_image", "qwen_image_edit", "z_image")
     if family in plain:
         return {f"transformer.{path}": [path] for path in linears}
+    if family == "ltx2":
+        return {f"diffusion_model.{path}": [path] for path in linears}
     if family in UNETS:
         return {f"lora_unet_{path.replace('.', '_')}": [path] for path in linears}
     rename = {"wan": _wan_name, "wan_i2v": _wan_name, "flux2_klein": _flux2_name, "flux2_dev": _flux2_name}.get(

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pyarrow
 import pytest
+import torch
 from PIL import Image
 from pyarrow import parquet
 from source_pictures import picture
+from tiny_pipelines import shared_tiny_model
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.prompts import PromptSettings
@@ -134,3 +136,25 @@ def test_only_the_encoder_gets_image_files_of_a_prompt(tmp_path: Path) -> None:
     assert store.images(rows) == ((), (PNG,)) and store.images(rows[:1]) == ()
     (row,) = store.missing(HELD_OUT_STEP, (0,))
     assert row.held_out and store.images([row]) == ((PNG, PNG),)
+
+
+@torch.no_grad()
+def test_qwen_reads_a_source_image_by_rows_and_columns() -> None:
+    """As transformers 4 did from the token ids alone; version 5 has to be told which tokens are of an image."""
+    model = shared_tiny_model("qwen_image_edit")
+    pipeline, image = model.whole_pipeline(), picture(3, 56, 112)
+    encoded_1TD, _ = pipeline.encode_prompt(["make it red"], image=[image])
+    picture_1 = "Picture 1: <|vision_start|><|image_pad|><|vision_end|>"
+    text = pipeline.prompt_template_encode.format(picture_1 + "make it red")
+    inputs = pipeline.processor(text=[text], images=[image], padding=True, return_tensors="pt")
+    is_image_T = (inputs["input_ids"][0] == pipeline.text_encoder.config.image_token_id).tolist()
+    rows, columns = (inputs["image_grid_thw"][0, 1:] // pipeline.processor.image_processor.merge_size).tolist()
+    first = is_image_T.index(True)
+    seen = [(first, first + row, first + column) for row in range(rows) for column in range(columns)]
+    after = range(first + max(rows, columns), first + max(rows, columns) + len(is_image_T) - first - len(seen))
+    positions_T3 = [(at,) * 3 for at in range(first)] + seen + [(at,) * 3 for at in after]
+    expected = pipeline.text_encoder(
+        **inputs, position_ids=torch.tensor(positions_T3).T[:, None], output_hidden_states=True
+    )
+    start = pipeline.prompt_template_encode_start_idx
+    torch.testing.assert_close(encoded_1TD, expected.hidden_states[-1][:, start:])

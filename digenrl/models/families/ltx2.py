@@ -20,6 +20,7 @@ from diffusers import (
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.families.parts.comfyui_layers import LTX_2_LAYERS
 from digenrl.models.families.parts.helpers import (
     Text,
     guided_separately,
@@ -57,6 +58,7 @@ class LTX2Model(TwoBranchModel):
     lora_targets = tuple(
         f"{layer}.{name}" for layer in ("attn1", "attn2") for name in ("to_q", "to_k", "to_v", "to_out.0")
     )
+    comfyui_layers = LTX_2_LAYERS
     default_guidance = 4.0
     block_state_arguments = ("hidden_states", "audio_hidden_states")
     text_encoders = ("text_encoder", "connectors")

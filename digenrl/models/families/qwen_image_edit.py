@@ -53,6 +53,18 @@ class ImagesInText:
         return BatchFeature({**self.tokenizer(filled, padding=padding, return_tensors=return_tensors), **patches})
 
 
+def mark_image_tokens(encoder: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """Tells Qwen2.5-VL which tokens are of images, before its forward.
+
+    Without this, transformers 5 gives them the positions of text, in one dimension instead of three; the diffusers
+    pipeline was written for a transformers that needed only the token ids.
+    """
+    if named.get("image_grid_thw") is None or named.get("mm_token_type_ids") is not None:
+        return None
+    is_image_BT = named["input_ids"] == encoder.config.image_token_id
+    return arguments, named | {"mm_token_type_ids": is_image_BT.int()}
+
+
 class QwenImageEditModel(QwenImageModel):
     """L as in Qwen-Image. Sources are kept as latents (C, h, w), and packed in each forward."""
 
@@ -62,9 +74,14 @@ class QwenImageEditModel(QwenImageModel):
     vision_tokens = 196  # of 384 x 384 pixels
     sources_are_tokens = True
 
+    def __init__(self, pipeline: Any) -> None:
+        super().__init__(pipeline)
+        if pipeline.text_encoder is not None:
+            pipeline.text_encoder.register_forward_pre_hook(mark_image_tokens, with_kwargs=True)
+
     def own_components(self) -> dict[str, Any]:
-        tokenizer = self.pipeline.tokenizer
-        return {} if tokenizer is None else {"processor": ImagesInText.beside(tokenizer)}
+        tokenizer, encoder = self.pipeline.tokenizer, self.pipeline.text_encoder
+        return {} if tokenizer is None else {"processor": ImagesInText.beside(tokenizer), "text_encoder": encoder}
 
     def source_arguments(self, images: Sequence[Image.Image], size: SampleSize) -> dict[str, Any]:
         return {"image": list(images)}

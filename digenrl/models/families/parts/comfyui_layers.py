@@ -75,6 +75,27 @@ Z_IMAGE_FUSED_LAYERS: ComfyuiLayers = {
     for theirs, ours in (("qkv", ("to_q", "to_k", "to_v")), ("out", ("to_out.0",)))
 }
 
+# The layers of blocks have the names of diffusers, but ComfyUI knows them only as those of its own model.
+LTX_2_LAYERS: ComfyuiLayers = {
+    "patchify_proj": ("proj_in",),
+    "audio_patchify_proj": ("audio_proj_in",),
+    **{layer: (layer,) for layer in ("proj_out", "audio_proj_out")},
+    **{
+        f"{_DOUBLE}.{layer}": (f"{_DOUBLE}.{layer}",)
+        for layer in (
+            *(
+                f"{attention}.{name}"
+                for attention in (
+                    *("attn1", "attn2", "audio_attn1", "audio_attn2"),
+                    *("audio_to_video_attn", "video_to_audio_attn"),
+                )
+                for name in ("to_q", "to_k", "to_v", "to_out.0")
+            ),
+            *(f"{ff}.{name}" for ff in ("ff", "audio_ff") for name in ("net.0.proj", "net.2")),
+        )
+    },
+}
+
 WAN_LAYERS: ComfyuiLayers = {
     **{
         f"blocks.*.{theirs}.{short}": (f"blocks.*.{ours}.{name}",)

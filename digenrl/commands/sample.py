@@ -249,7 +249,7 @@ def _load_weights(model: DiffusionModel, checkpoint: Path | None, recipe: Recipe
     """Loads the weights that an export of the checkpoint would have; returns whether evaluations use the same.
 
     Evaluations use the moving average or, by the recipe, the weights that generate, which are not trained weights
-    that the generating policy follows with a lag.
+    that the generating policy follows with a lag. Both may be rounded for generators, which an export is not.
     """
     if checkpoint is None:
         return "untrained", True
@@ -258,9 +258,10 @@ def _load_weights(model: DiffusionModel, checkpoint: Path | None, recipe: Recipe
         load_weights(model, weights_state(model, "cpu", instead=weights_to_export(state)))
     except ValueError as error:
         raise ConfigError(f"{checkpoint}: {error}; was config.yaml changed?") from None
+    exact = recipe.publish.dtype != "bfloat16"
     if state.average is not None:
-        return "moving average", recipe.evaluation is None or recipe.evaluates_average
-    return "trained", state.old_policy is None
+        return "moving average", exact and (recipe.evaluation is None or recipe.evaluates_average)
+    return "trained", exact and state.old_policy is None
 
 
 def _generate(

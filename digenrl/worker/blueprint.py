@@ -36,7 +36,7 @@ from digenrl.models.loading.random_text_encoder import RandomTextEncoder
 from digenrl.models.loading.single_file import COMPONENT
 from digenrl.models.loading.sources import ModelSource, check_class, check_source, weight_files
 from digenrl.models.loading.staged_loading import load_stage
-from digenrl.models.parallel.context_parallel import attention_heads, check_ranks, divide_tokens
+from digenrl.models.parallel.context_parallel import check_ranks, divide_tokens
 from digenrl.models.parallel.staged_blocks import keep_blocks
 from digenrl.models.parallel.token_exchange import TokenExchange
 from digenrl.models.passes.compiled import compile_blocks
@@ -483,12 +483,12 @@ def check_cards_per_sample(blueprint: Blueprint) -> None:
     if not several:
         return
     try:
-        heads = attention_heads(transformer_without_weights(blueprint))
+        transformer = transformer_without_weights(blueprint)
     except OSError:
         return
     for key, count in several.items():
         with errors_about(f"lanes.{key}"):
-            check_ranks(kind.family, kind.self_attention, heads, count)
+            check_ranks(kind.family, kind.self_attention, transformer, count)
 
 
 def transformer_without_weights(blueprint: Blueprint) -> nn.Module:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from diffusers import SD3Transformer2DModel
 from PIL import Image, ImageChops
 from rich.console import Console
@@ -200,6 +201,15 @@ def test_the_exported_average_is_sampled_and_mentioned_as_in_evaluations(average
     assert "evaluations use" not in printed
     assert f"wrote {averaged_run / 'pictures' / 'grid.png'}" in printed
     assert same_pixels(averaged_run / "pictures" / "grid.png", averaged_run / "samples" / "step_000002.png")
+
+
+def test_weights_that_evaluations_round_are_mentioned(averaged_run: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(averaged_run, tmp_path / "run"))
+    recipe = yaml.safe_load((run / "config.yaml").read_text())
+    recipe |= {"mode": "local", "publish": {"dtype": "bfloat16"}, "techniques": {"tag": "none"}}
+    recipe["training"]["old_log_probs"] = "recomputed"
+    (run / "config.yaml").write_text(yaml.safe_dump(recipe))
+    assert "evaluations use those that generate" in sample(run, "--count", 1, "--steps", 1)
 
 
 def test_a_run_starts_where_an_exported_lora_ended_and_resumes_without_it(

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.parallel.context_parallel import divide_tokens
+from digenrl.models.parallel.context_parallel import check_ranks, divide_tokens
 from digenrl.models.parallel.token_exchange import TokenExchange, TokenShares
+from digenrl.models.registry import FAMILIES
 
 
 def error_of(ours: Tensor, expected: Tensor) -> float:
@@ -55,6 +56,13 @@ def test_pairs_of_cards_that_train_each_sample_together_train_as_one_process(
 def test_more_ranks_than_divide_the_heads_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"3 cards per sample .* 4 attention heads"):
         divide_tokens(lively_model("wan"), TokenExchange(0, 3))
+
+
+@pytest.mark.parametrize("family", ["z_image", "sd15"])  # no number of heads is in their configuration
+def test_a_family_that_cannot_be_divided_is_refused_before_anything_is_loaded(family: str) -> None:
+    kind, transformer = FAMILIES[family].model_class, FAMILIES[family].build_transformer(torch.float32, "meta")
+    with pytest.raises(ConfigError, match="one card per sample"):
+        check_ranks(kind.family, kind.self_attention, transformer, 2)
 
 
 class _OwnAttention:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import read_recipe
 from digenrl.config.recipes.training import TrainerSettings
+from digenrl.driver.placement import place
 from digenrl.models.adapters.lora import adapters_disabled, add_lora
 from digenrl.models.adapters.lora_files import FILE_NAME, save_lora
 from digenrl.models.blocks import repeated_blocks
@@ -25,6 +27,7 @@ from digenrl.models.quantized.layers import QuantizedLinear
 from digenrl.models.quantized.replacing import BaseWeights, block_weights, check_has_blocks
 from digenrl.models.registry import FAMILIES
 from digenrl.testing.tiny_models import tiny_size
+from digenrl.worker.assignment import Machine
 from digenrl.worker.blueprint import load_for_evaluation, load_model, load_text_encoders, read_blueprint
 from digenrl.worker.rollouts import held_out_pixels
 
@@ -137,6 +140,7 @@ def test_random_weights_are_drawn_and_quantized_layer_by_layer():
         (["sample.precision=fp8", *LORA, "model.base=nf4"], "nf4"),
         (["sample.precision=fp8", *LORA, "mode=colocated"], "colocated"),
         (["sample.precision=fp8", *LORA, "techniques.assist=both"], "assist"),
+        (["techniques.tag=greedy", "sample.precision=fp8", *LORA], "sample.precision"),
         (["sample.precision=fp8", *LORA], "decoupled"),
         (["sample.precision=fp8", *LORA, "algorithm.options.stale=decoupled"], "weighted"),
     ],
@@ -155,6 +159,7 @@ def test_a_transformer_without_blocks_is_refused():
 def test_generators_alone_have_the_precision_of_samples():
     blueprint = read_blueprint(read_recipe("demo", ["sample.precision=fp8", *LORA, *WEIGHED]))
     recipe = blueprint.recipe
+    assert place(recipe, Machine(cores=(0, 1)), Path()).trainer.duties == {"train"}
     formats = BaseWeights(recipe.generating_base, trains=False), BaseWeights(recipe.model.base)
     generator, trainer = (load_model(blueprint, "cpu", base=base) for base in formats)
     assert quantized_paths(generator.transformer) and not quantized_paths(trainer.transformer)

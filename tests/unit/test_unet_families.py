@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from diffusers import DDIMScheduler, EDMDPMSolverMultistepScheduler, PNDMScheduler
 from torch import Tensor
 
+from digenrl.commands.support.diffusers_snippet import diffusers_snippet
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import read_recipe
 from digenrl.models.contract import Schedule
@@ -19,7 +21,9 @@ from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import find_family
 from digenrl.models.stochastic_step import StepTimes, stochastic_step
 from digenrl.models.trajectory import StepNoise
+from digenrl.run_folder.folder import RunFolder
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
+from digenrl.training.checkpoint.export import export_weights
 from digenrl.worker.blueprint import read_blueprint
 
 SIZE, GUIDANCE, STEPS = tiny_size("sd15"), 3.0, 4
@@ -151,3 +155,15 @@ def test_what_a_unet_cannot_do_is_refused_before_a_run(directory: Path, tmp_path
         find_family("sd15").with_base(tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match="multiples of 64"):
         find_family("sd15").build_full(torch.float32, "meta").noise_shape(type(SIZE)(512, 544))
+
+
+def test_the_printed_lines_load_a_trained_unet_into_diffusers(directory: Path, tmp_path: Path) -> None:
+    recipe = read_recipe("sd15_ddpo", [f"model.source={directory}", "training.lora=null", "model.dtype=float32"])
+    folder = RunFolder.create(tmp_path / "run", recipe, datetime.now(UTC))
+    model = find_family("sd15").load(directory)
+    name, weight = next(iter(model.transformer.named_parameters()))
+    weight.data += 1
+    export_weights(model, folder.path)
+    names: dict[str, Any] = {}
+    exec("\n".join(diffusers_snippet(folder, find_family("sd15"))), names)
+    assert torch.equal(names["pipe"].unet.state_dict()[name], weight)

@@ -16,7 +16,7 @@ from digenrl.worker.blueprint import source_of
 def diffusers_snippet(folder: RunFolder, family: Family) -> tuple[str, ...]:
     """Lines that load a pipeline with the newest export; none if there is no export yet."""
     pipeline, source = family.pipeline_class.__name__, family.with_base(source_of(folder.recipe))
-    transformer = family.full_size().transformer.cls.__name__
+    transformer, part = family.full_size().transformer.cls.__name__, family.denoiser
     dtype = "" if folder.recipe.model.dtype == "float32" else f", dtype=torch.{folder.recipe.model.dtype}"
     where = pipeline_arguments(source.pipeline)
     imports = ["import torch"] if dtype else []
@@ -39,8 +39,8 @@ def diffusers_snippet(folder: RunFolder, family: Family) -> tuple[str, ...]:
         return (
             *imports,
             f"from diffusers import {transformer}, {pipeline}",
-            f'transformer = {transformer}.from_pretrained("{folder.transformer}"{dtype})',
-            f"pipe = {pipeline}.from_pretrained({where}, transformer=transformer{dtype})",
+            f'{part} = {transformer}.from_pretrained("{folder.transformer}"{dtype})',
+            f"pipe = {pipeline}.from_pretrained({where}, {part}={part}{dtype})",
         )
     return ()
 

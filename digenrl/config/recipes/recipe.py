@@ -507,6 +507,10 @@ class Recipe(Frozen):
             which = "in mode colocated" if self.topology.one_process else "with techniques.assist=both"
             why = f"{own}, but {which} a card trains with the weights that it generates with"
             raise _conflict(where, f"{why}; set model.base={own} instead")
+        tag = self.techniques.tag
+        if self.techniques.assist != "none" and tag not in ("none", "auto"):
+            why = f"{tag}, but the trainer has no weights in the format that generates (sample.precision: {own})"
+            raise _conflict("techniques.tag", f"{why}; set it to none, or model.base={own} instead")
 
     def _check_shard_base(self) -> None:
         """Raises ConfigError if there is no frozen base to shard, or nothing to shard it over."""
@@ -653,7 +657,8 @@ class Recipe(Frozen):
     def trainer_helps(self) -> bool:
         """Whether the trainer also generates."""
         alone = not self.shards_model and self.lanes.cards_per_replica == 1
-        return self.techniques.tag != "none" and self.techniques.assist != "none" and alone
+        alike = self.sample.precision is None  # else a sample would depend on the lane that generates it
+        return self.techniques.tag != "none" and self.techniques.assist != "none" and alone and alike
 
     @property
     def job_samples(self) -> int:

@@ -27,7 +27,7 @@ from digenrl.models.parallel.token_exchange import TokenExchange
 
 def divide_tokens(model: DiffusionModel, exchange: TokenExchange) -> None:
     """Makes all forwards of a model collective operations of the exchange's ranks. Add adapters before."""
-    check_ranks(model.family, model.self_attention, attention_heads(model.transformer), exchange.ranks)
+    check_ranks(model.family, model.self_attention, model.transformer, exchange.ranks)
     model.exchange = exchange
     blocks = repeated_blocks(model.transformer)
     for index, block in enumerate(blocks):
@@ -42,24 +42,19 @@ def divide_tokens(model: DiffusionModel, exchange: TokenExchange) -> None:
     last.register_forward_hook(functools.partial(_gather_tokens, exchange))
 
 
-def check_ranks(family: str, self_attention: tuple[str, ...], heads: int, ranks: int) -> None:
+def check_ranks(family: str, self_attention: tuple[str, ...], transformer: nn.Module, ranks: int) -> None:
     """Raises ConfigError if a family's forwards cannot be divided over this many ranks."""
     if not self_attention:
         raise ConfigError(
             f"{family} does not say how its tokens are divided (self_attention of its model class); "
             "use one card per sample"
         )
+    heads: int = transformer.config.num_attention_heads  # type: ignore[union-attr,assignment]
     if heads % ranks:
         raise ConfigError(
             f"{ranks} cards per sample are too many for the {heads} attention heads of this {family} model: each "
             f"card computes equally many; use {' or '.join(map(str, _divisors(heads)))}"
         )
-
-
-def attention_heads(transformer: nn.Module) -> int:
-    """The number of heads of all attention layers, from the transformer's configuration."""
-    heads: int = transformer.config.num_attention_heads  # type: ignore[union-attr,assignment]
-    return heads
 
 
 def _take_own_tokens(

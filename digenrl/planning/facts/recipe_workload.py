@@ -76,7 +76,8 @@ def options_for(recipe: Recipe, base: PlanOptions) -> PlanOptions:
         )
     if training.lora is None and training.offload is True:
         raise ConfigError("training.offload: true, but plans shard all weights over ranks; set it to auto to plan")
-    helps = techniques.tag != "none" and techniques.assist != "none" and together == 1
+    alike = recipe.sample.precision is None  # the trainer has no weights in another precision
+    helps = techniques.tag != "none" and techniques.assist != "none" and together == 1 and alike
     job_samples, why_dedicated = _shared_training(recipe, base.ranks)
     checkpointing = training.gradient_checkpointing
     packs = training.pack_size if isinstance(training.pack_size, int) else training.largest_pack

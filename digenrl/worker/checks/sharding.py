@@ -45,9 +45,11 @@ def _check_pairs(recipe: Recipe) -> None:
     pairs, ranks = max(1, samples * steps // algorithm.rows_per_term), recipe.lanes.ranks
     busy = pairs * recipe.lanes.cards_per_replica  # ranks at most
     if ranks > busy:
+        alone = "set lanes.ranks to 1, or with adapters lanes.shard_base to false"
+        use = f"use {busy} ranks or fewer" if busy > 1 else alone
         raise ConfigError(
             f"{KEY}: {ranks} ranks hold the model together, but a group has {pairs} (sample, step) pairs, "
-            f"so {ranks - busy} of them would have nothing to do; use {busy} ranks or fewer",
+            f"so {ranks - busy} of them would have nothing to do; {use}",
             KEY,
         )
 

@@ -27,7 +27,7 @@ from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.prompts.sources import read_prompts
 
-DEEP = 5_000
+DEEP = 2_000
 LONGEST_MESSAGE = 3_000
 GOOD: dict[str, Any] = {
     "steps": 3,

@@ -124,7 +124,7 @@ def eager_forward_seconds(loaded: Loaded, rows: int) -> float:
 
 
 def _repeats(loaded: Loaded) -> int:
-    return 2 if loaded.blueprint.size.frames > 1 else 10
+    return 10 if loaded.model.device.type == "cuda" and loaded.blueprint.size.frames == 1 else 2
 
 
 def replay_of(loaded: Loaded, case: Case) -> tuple[Trainer, Callable[[], float]]:

@@ -226,10 +226,10 @@ def fewest_steps(pipeline: Any) -> int:
     return 1 if pipeline.scheduler.config.get("shift_terminal") is None else 2
 
 
-def test_four_guided_steps_equal_the_diffusers_pipeline(
+def test_guided_steps_equal_the_diffusers_pipeline(
     family: Family, pipeline: Any, shared_model: PipelineModel
 ) -> None:
-    assert_latents_equal(family, pipeline, shared_model, guidance_of(family), steps=4)
+    assert_latents_equal(family, pipeline, shared_model, guidance_of(family), steps=2)
 
 
 def test_the_fewest_steps_without_guidance_equal_the_diffusers_pipeline(
@@ -258,13 +258,10 @@ def test_a_schedule_decreases_to_zero_and_does_not_depend_on_earlier_calls(
     assert (first.sigmas.diff() < 0).all() and first.sigmas[-1] == 0
 
 
-@pytest.mark.parametrize("guided", [True, False], ids=["guidance on", "guidance off"])
 @torch.no_grad()
-def test_rows_of_a_mixed_time_batch_are_independent(
-    family: Family, shared_model: DiffusionModel, guided: bool
-) -> None:
-    model, size = shared_model, oblong(family)
-    guidance = guidance_of(family) if guided else 1.0
+def test_rows_of_a_mixed_time_batch_are_independent(family: Family, shared_model: DiffusionModel) -> None:
+    """With guidance: a forward without it is a part of one with it."""
+    model, size, guidance = shared_model, oblong(family), guidance_of(family)
     latents, times, conditioning, schedule = mixed_batch(model, size)
     together = model.velocity(latents, times, conditioning, guidance, size)
     other_latents, other_times = latents.clone(), times.clone()

@@ -179,7 +179,7 @@ def test_a_run_in_stages_that_loses_a_node_and_gains_another_gives_the_weights_o
     assert_weights_were_transferred(folder)
 
 
-def test_lanes_that_do_both_lose_gradients_with_workers_and_give_the_weights_of_one_card(
+def test_lanes_that_do_both_lose_gradients_with_the_trainer_and_give_the_weights_of_one_card(
     live: LiveRuns, nodes: SeveralNodes
 ) -> None:
     updates = "algorithm.options={updates_per_batch: 2, updates_of: samples, kl_weight: 0}"
@@ -188,17 +188,14 @@ def test_lanes_that_do_both_lose_gradients_with_workers_and_give_the_weights_of_
     both = ("techniques.assist=both", "techniques.tag=greedy", *options, "steps=2000", *on(nodes, pool))
     watched = WatchedRun(path)
 
-    def kill_both_and_stop() -> None:
-        watched.after(steps=1)
-        watched.kill("generator-0")
-        watched.wait(lambda: watched.count(WorkerLost) == 1, "a lost generator in the journal")
-        watched.after(steps=3)
+    def kill_and_stop() -> None:
+        watched.after(steps=2)
         watched.kill("trainer")
-        watched.wait(lambda: watched.count(WorkerLost) == 2, "a lost trainer in the journal")
-        watched.after(steps=5)
+        watched.wait(lambda: watched.count(WorkerLost) == 1, "a lost trainer in the journal")
+        watched.after(steps=4)
         ask_to_stop(signal.SIGINT)
 
-    with Meanwhile(path, kill_both_and_stop):
+    with Meanwhile(path, kill_and_stop):
         status, folder = live.run(*both, out=path)
     assert status is Status.INTERRUPTED
     steps = steps_done(path)

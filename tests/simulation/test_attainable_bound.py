@@ -112,7 +112,7 @@ def tiny_specs(draw: st.DrawFn) -> Spec:
     return parse_model(Spec, content)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(tiny_specs())
 def test_no_schedule_is_faster_than_the_bound(spec: Spec) -> None:
     assert bound_seconds(spec) <= attainable_seconds(spec) * (1 + 1e-9)

@@ -18,7 +18,7 @@ from digenrl.cli import app
 from digenrl.driver.supervisor import Supervisor, WorkerFailedError
 from digenrl.transports.contract import Gone
 
-SEEDS = 150
+SEEDS = 100
 
 
 def test_no_promise_is_broken_in_any_small_world() -> None:

@@ -69,20 +69,20 @@ def assert_equal_answers(ours: dict[str, Any], oracle: dict[str, Any]) -> None:
             assert ours[key] == pytest.approx(expected, abs=1e-6), key
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(spec_contents())
 def test_every_answer_equals_the_oracle(content: dict[str, Any]) -> None:
     assert_equal_answers(answer(content), reference_answer(content))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(spec_contents(helps=("none", "greedy"), most_samples=48))
 def test_larger_runs_with_the_slice_left_open_equal_the_oracle(content: dict[str, Any]) -> None:
     content = {**content, "slice": "auto"}
     assert_equal_answers(answer(content), reference_answer(content))
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(spec_contents(helps=("none", "greedy")), st.integers(1, 3), evaluation_and_checkpoint())
 def test_every_answer_with_evaluations_and_checkpoints_equals_the_oracle(
     content: dict[str, Any], batch: int, more: dict[str, Any]

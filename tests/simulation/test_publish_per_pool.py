@@ -66,7 +66,7 @@ def test_a_pool_that_is_always_late_still_generates_stale_samples() -> None:
     assert any(span.lane == "far-0" and span.step - span.version == 1 for span in spans)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(spec_contents(helps=("none", "greedy", "search", "auto"), dispatches=("eager", "earliest_finish")))
 def test_the_same_time_for_every_pool_is_one_time_for_all(content: dict[str, Any]) -> None:
     publish_to_all_at_once(content, content["publish"])
@@ -77,7 +77,7 @@ def test_the_same_time_for_every_pool_is_one_time_for_all(content: dict[str, Any
     assert simulate(parse_model(Spec, content)).answer == together
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(spec_contents(helps=("none", "greedy"), dispatches=("eager", "earliest_finish"), colocated=False))
 def test_the_quick_prediction_equals_the_simulation(content: dict[str, Any]) -> None:
     content["generators"][0]["publish"] = 2.5

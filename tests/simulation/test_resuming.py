@@ -75,7 +75,7 @@ def assert_the_parts_equal_the_whole(whole: AuditedRun, *parts: AuditedRun) -> N
     assert [end for part in parts for end in part.commits_ns] == whole.commits_ns
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(spec_contents(helps=HELPS, dispatches=("eager", "earliest_finish"), colocated=False), st.integers(1, 2))
 def test_on_policy_with_instant_publishing_a_stop_changes_nothing(content: dict[str, Any], after: int) -> None:
     """At a commit every lane is idle, and if publishing takes no time, every lane has the version."""
@@ -85,7 +85,7 @@ def test_on_policy_with_instant_publishing_a_stop_changes_nothing(content: dict[
     assert_the_parts_equal_the_whole(AuditedRun(initial), *stopped_and_resumed(initial, after, pause_ns=0))
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(spec_contents(helps=("none",), dispatches=("eager", "earliest_finish"), colocated=False))
 def test_without_help_a_run_resumed_when_the_version_would_have_arrived_is_the_same(
     content: dict[str, Any],
@@ -98,7 +98,7 @@ def test_without_help_a_run_resumed_when_the_version_would_have_arrived_is_the_s
     assert_the_parts_equal_the_whole(AuditedRun(initial), *parts)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(spec_contents(helps=HELPS), st.integers(0, 2))
 def test_every_resumed_run_keeps_its_promises(content: dict[str, Any], after: int) -> None:
     content["steps"] = 3

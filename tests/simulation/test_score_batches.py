@@ -70,7 +70,7 @@ def test_the_forecast_of_a_whole_run_with_batches_is_exact(content: dict[str, An
     assert predict_makespan(spec, 20_000) == simulate(spec, 20_000).answer.makespan
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(batched_contents(("none",)))
 def test_a_forecast_from_any_bubble_ends_when_the_run_does(content: dict[str, Any]) -> None:
     """That includes bubbles in the middle of a batch."""

@@ -35,7 +35,7 @@ def test_search_under_a_live_budget_is_nearly_always_within_one_per_cent_of_exha
     assert sum(ratio > 1.01 for ratio in ratios) <= 0.05 * len(ratios)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(spec_contents(helps=("auto",), dispatches=("eager", "earliest_finish"), most_samples=32, colocated=False))
 def test_auto_is_no_worse_than_any_other_rule(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
@@ -44,7 +44,7 @@ def test_auto_is_no_worse_than_any_other_rule(content: dict[str, Any]) -> None:
         assert auto <= simulate(spec.with_rules(help=rule)).answer.makespan + 1e-9, rule
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(spec_contents(helps=HELPS, dispatches=("eager", "earliest_finish"), most_samples=32))
 def test_a_forecast_of_the_whole_run_is_exact_to_the_nanosecond(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
@@ -80,7 +80,7 @@ def test_auto_helps_while_the_generator_evaluates() -> None:
     assert simulate(spec).answer.makespan <= simulate(spec.with_rules(help="greedy")).answer.makespan
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(spec_contents(helps=("auto", "search"), most_samples=32, colocated=False))
 def test_on_policy_even_the_smallest_budget_is_no_worse_than_waiting(content: dict[str, Any]) -> None:
     content["policy"]["stale_fraction"] = 0
@@ -89,7 +89,7 @@ def test_on_policy_even_the_smallest_budget_is_no_worse_than_waiting(content: di
     assert with_little_budget <= simulate(spec.with_rules(help="none")).answer.makespan + 1e-9
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(spec_contents(helps=("search",), colocated=False))
 def test_the_lower_bound_of_the_search_is_never_above_the_best_commit(content: dict[str, Any]) -> None:
     """A bound that is too high would cut off the best plan."""

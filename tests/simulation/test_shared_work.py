@@ -289,7 +289,7 @@ class RolesAtCommits:
             self.all_train &= all(lane.role == "train" for lane in state.lanes if lane.train_sample_ns)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(both_contents(), LISTS_OF_PIECES, st.integers(1, 4), st.booleans(), st.booleans())
 def test_the_forecast_of_a_step_is_close_to_what_the_scheduler_does(
     content: dict[str, Any], pieces: list[list[int]], at_once: int, leaves: bool, waits: bool
@@ -364,7 +364,7 @@ def alternatives(spec: Spec) -> dict[str, Spec]:
     }
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(both_contents(helps=("auto",)))
 def test_auto_loses_to_nothing_and_stays_above_its_bound(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)

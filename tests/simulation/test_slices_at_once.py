@@ -71,7 +71,7 @@ def with_helpers_that_take(initial: SchedulerState, at_once: int) -> SchedulerSt
     return initial_state(initial.terms, initial.costs, offers, helpers)
 
 
-@settings(max_examples=70)
+@settings(max_examples=35)
 @given(st.data())
 def test_every_promise_holds_after_every_event_whatever_lanes_take_at_once(data: st.DataObject) -> None:
     spec = parse_model(Spec, data.draw(mixed_contents()))
@@ -83,7 +83,7 @@ def test_every_promise_holds_after_every_event_whatever_lanes_take_at_once(data:
     trained.check(initial)
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(mixed_contents(most_samples=24), st.integers(1, 4), st.integers(0, 2), st.integers(0, 10**6))
 def test_every_run_ends_with_random_times_and_faults(
     content: dict[str, Any], batch: int, scorers: int, seed: int
@@ -107,7 +107,7 @@ def test_lanes_do_not_leave_slices_to_each_other_for_ever() -> None:
     assert predict_makespan(spec) == simulate(spec).answer.makespan
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(mixed_contents(helps=("auto",), most_samples=32, colocated=False))
 def test_by_its_own_prediction_looking_ahead_is_no_worse_than_waiting_or_greedy_help(
     content: dict[str, Any],
@@ -123,7 +123,7 @@ def test_by_its_own_prediction_looking_ahead_is_no_worse_than_waiting_or_greedy_
     assert ends[0] <= min(ends[1:]) < NEVER
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(mixed_contents(helps=("none", "greedy"), most_samples=32))
 def test_a_forecast_is_within_a_factor_of_two_of_the_run(content: dict[str, Any]) -> None:
     spec = parse_model(Spec, content)
@@ -141,7 +141,7 @@ def test_one_pool_that_takes_several_slices_is_forecast_exactly_in_generation_or
     assert predict_makespan(spec) == simulate(spec).answer.makespan
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(spec_contents(helps=("none", "greedy", "search"), dispatches=("eager", "earliest_finish")))
 def test_taking_several_slices_at_once_equals_larger_slices(content: dict[str, Any]) -> None:
     """If every pool takes the same number of slices and nothing smaller is left."""

@@ -29,7 +29,7 @@ from digenrl.commands.support.output import out
 import digenrl.cli
 
 def run():
-    for number in range(50_000):
+    for number in range(6_000):  # more than a pipe holds
         out.print("a line of text")
     print("survived", file=sys.stderr)
 

@@ -123,7 +123,7 @@ class WatchedToy:
         self.model.velocity = self.velocity
         if compiled:
             self.model.block_state_arguments = ("latent_BSW",)
-            compile_blocks(self.model, Counting())
+            compile_blocks(self.model, Counting(derives=False))
 
     def velocity(self, latents_BL: Tensor, *arguments: Any) -> Tensor:
         if torch.is_grad_enabled():

@@ -10,8 +10,9 @@ from digenrl.models.transfers import synchronize
 
 SIDE = {"cuda": 8192, "cpu": 256}  # of the matrices, by type of device
 TYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
-WARM_UPS, TIMED = 3, 10  # products
-ROUNDS = {"cuda": 1, "cpu": 20}  # of timed products: other processes slow a CPU down
+WARM_UPS = 3  # products
+TIMED = {"cuda": 10, "cpu": 1}  # products per round
+ROUNDS = {"cuda": 1, "cpu": 20}  # other processes slow a CPU down, short rounds less often than long ones
 
 
 def matrix_tflops(device: torch.device) -> float:
@@ -29,8 +30,8 @@ def matrix_tflops(device: torch.device) -> float:
     seconds = []
     for _ in range(ROUNDS[device.type]):
         began = perf_counter()
-        for _ in range(TIMED):
+        for _ in range(TIMED[device.type]):
             torch.matmul(left, right, out=out)
         synchronize(device)
         seconds.append(perf_counter() - began)
-    return TIMED * 2 * side**3 / min(seconds) / 1e12
+    return TIMED[device.type] * 2 * side**3 / min(seconds) / 1e12

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import math
+
 from torch import Tensor
 
 from digenrl.config.recipes.training import TrainerSettings
@@ -23,6 +26,8 @@ from digenrl.training.policy_weights import PolicyWeights
 from digenrl.training.ranks.rank_group import RankGroup
 from digenrl.training.ranks.sharding import ShardSpec
 from digenrl.training.trainer_state import MOMENTS_PER_PARAMETER, TrainerState
+
+logger = logging.getLogger(__name__)
 
 
 class TrainableState:
@@ -62,15 +67,29 @@ class TrainableState:
         self.updates_done = 0
         self.commits = commits
         self._settings = settings
+        self._weight_count = sum(value.numel() for value in self.policies.model_parameters.values())
+        self._warned_of_epsilon = False
 
     def step(self, gradient: Gradients, norm: float) -> None:
         """Takes an optimizer step and lets the moving average follow; the gradient is used up."""
         set_learning_rate(self.optimizer, self._settings.learning_rate_after(self.updates_done))
         take_step(self.policies.parameters, self.optimizer, gradient, norm, self._settings.gradient_norm)
+        self._check_epsilon(min(norm, self._settings.gradient_norm))
         self.updates_done += 1
         ema = self._settings.ema
         if ema is not None and self.average is not None and self.updates_done % ema.every_updates == 0:
             self.average.follow(ema.decay_after(self.updates_done))
+
+    def _check_epsilon(self, norm: float) -> None:
+        """Warns once if AdamW's epsilon is larger than the typical gradient of a weight: it then hardly learns."""
+        typical, epsilon = norm / math.sqrt(self._weight_count), self._settings.adam_eps
+        if 0 < typical < epsilon and not self._warned_of_epsilon:
+            self._warned_of_epsilon = True
+            logger.warning(
+                "the gradient of a weight is %.0e (root mean square), less than training.adam_eps=%.0e, so that "
+                "AdamW hardly changes the weights; set training.adam_eps=1e-15",
+                *(typical, epsilon),
+            )
 
     def norm_of(self, gradient: Gradients) -> float:
         """The norm of this rank's part of a gradient: what all stages have is counted on the first."""

@@ -163,6 +163,14 @@ def test_the_learning_rate_grows_linearly_from_zero():
     assert same_weights(weights[0], weights[1]) and not same_weights(weights[1], weights[2])
 
 
+@pytest.mark.parametrize(("epsilon", "said"), [(1e-15, 0), (1e3, 1)])
+def test_gradients_that_adams_epsilon_hides_are_said_once(epsilon, said, caplog):
+    algorithm, settings = lively("dance_grpo"), TrainerSettings(pack_size=8, adam_eps=epsilon)
+    for _ in trained_batches(toy(), algorithm, settings, 2):
+        pass
+    assert ["adam_eps" in record.getMessage() for record in caplog.records] == [True] * said
+
+
 def test_a_policy_that_follows_slowly_is_the_one_to_generate_with():
     algorithm = build_algorithm("diffusion_nft", {"old_decay_growth": 0.25, "old_decay_start": 1})
     model = toy()

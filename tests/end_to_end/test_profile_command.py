@@ -119,5 +119,5 @@ def test_sizes_are_doubled_as_long_as_they_divide_a_group() -> None:
 
 
 def test_jobs_that_do_not_divide_the_timed_group_are_no_error() -> None:
-    blueprint = read_blueprint(read_recipe("demo", ["batch.samples_per_prompt=6", "training.job_samples=3"]))
+    blueprint = read_blueprint(read_recipe("demo", ["training.job_samples=6"]))
     assert read_blueprint(small_batch(blueprint, 4, 2, 0)).shape.group_size == 4

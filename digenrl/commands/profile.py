@@ -361,6 +361,7 @@ def small_batch(blueprint: Blueprint, samples: int, pack_size: int, checkpointed
         options["updates_of"] = "groups"
     batch = {"prompts": algorithm.updates_per_batch, "samples_per_prompt": samples, "slice": samples}
     training: dict[str, Any] = {"pack_size": pack_size, "gradient_checkpointing": checkpointed_blocks}
+    training["job_samples"] = "auto"  # the recipe's own may not divide the smaller group
     return recipe.model_copy(
         update={
             "batch": recipe.batch.model_copy(update=batch),

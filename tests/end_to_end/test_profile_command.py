@@ -12,12 +12,13 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from digenrl.cli import app
-from digenrl.commands.profile import profile_recipe, scored_prompt, slice_sizes
+from digenrl.commands.profile import profile_recipe, scored_prompt, slice_sizes, small_batch
 from digenrl.config.profiles import Profile, read_profile
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import read_recipe
 from digenrl.planning.facts.recipe_workload import profiled_work
 from digenrl.records import Calibrate, Calibrated, PromptRow
+from digenrl.worker.blueprint import read_blueprint
 from digenrl.worker.calibration import StageCalibration
 
 SMALL = [
@@ -115,3 +116,8 @@ def test_sizes_are_doubled_as_long_as_they_divide_a_group() -> None:
     recipe = read_recipe("demo", ["batch.samples_per_prompt=24", "batch.slice=6"])
     assert slice_sizes(recipe, None) == (1, 2, 4, 6, 8, 24)
     assert slice_sizes(recipe, 8) == (1, 2, 4, 6, 8)
+
+
+def test_jobs_that_do_not_divide_the_timed_group_are_no_error() -> None:
+    blueprint = read_blueprint(read_recipe("demo", ["training.job_samples=6"]))
+    assert read_blueprint(small_batch(blueprint, 4, 2, 0)).shape.group_size == 4

@@ -96,6 +96,15 @@ def test_rows_do_not_depend_on_each_other(precision):
 
 
 @each_precision
+def test_no_rows_give_no_rows(precision):
+    """As on a card that has no token of a short text, where several cards compute each sample."""
+    x = torch.empty(2, 0, 64, requires_grad=True)
+    product = QuantizedLinear(linear(), precision)(x)
+    product.sum().backward()
+    assert product.shape == (2, 0, 48) and x.grad is not None and x.grad.shape == x.shape
+
+
+@each_precision
 def test_autocast_decides_the_dtype_of_the_product(precision):
     quantized = QuantizedLinear(linear(), precision)
     with torch.autocast("cpu", torch.bfloat16):

@@ -80,7 +80,7 @@ def fp8_feed_forward(
     product_MN = _Fp8FeedForward.apply(  # type: ignore[no-untyped-call]
         x.flatten(0, -2), beside_MW, first.bias.to(x.dtype), native, *weights
     )
-    product: Tensor = product_MN.view(*x.shape[:-1], -1)
+    product: Tensor = product_MN.view(*x.shape[:-1], product_MN.shape[1])
     return product if second.bias is None else product + second.bias.to(x.dtype)
 
 

@@ -135,7 +135,7 @@ def fp8_product(
     if values_MK is None or scale_M1 is None:
         values_MK, scale_M1 = quantize_fp8(x.reshape(-1, x.shape[-1]))
     product_MN = multiplied_fp8(values_MK, scale_M1, qweight_NK, scale_N1, native, x.dtype)
-    return product_MN.view(*x.shape[:-1], -1)
+    return product_MN.view(*x.shape[:-1], product_MN.shape[1])
 
 
 def multiplied_fp8(

@@ -23,6 +23,9 @@ from digenrl.models.parallel.token_exchange import TokenExchange, TokenShares
 if TYPE_CHECKING:
     from PIL import Image
 
+Text = Mapping[str, Tensor | None]
+"""A transformer's text arguments by name. One that is not needed, such as a mask, may be None."""
+
 ComfyuiLayers = Mapping[str, tuple[str, ...]]
 """ComfyUI's layers, each with the diffusers layers whose outputs it concatenates; `*` is the index of a block."""
 
@@ -58,13 +61,13 @@ class Schedule:
 class Conditioning:
     """Encoded prompts, one row per sample: the transformer's text arguments by name.
 
-    `negative` holds the same for the unconditional branch, if the family uses classifier-free guidance. A value
-    may be None (a mask that is not needed) and is passed on as None. `images` holds encoded source images by name,
-    which both branches share. Rows with sources of other sizes have other shapes and cannot be joined.
+    `negative` holds the same for the unconditional branch, if the family uses classifier-free guidance. `images`
+    holds encoded source images by name, which both branches share. Rows with sources of other sizes have other
+    shapes and cannot be joined.
     """
 
-    positive: Mapping[str, Tensor | None]
-    negative: Mapping[str, Tensor | None] | None = None
+    positive: Text
+    negative: Text | None = None
     images: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -82,7 +85,7 @@ class Conditioning:
     def joined(rows: Sequence[Conditioning]) -> Conditioning:
         """Concatenates conditionings of one family."""
 
-        def side(sides: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor | None]:
+        def side(sides: Sequence[Text]) -> dict[str, Tensor | None]:
             columns = {name: [each[name] for each in sides] for name in sides[0]}
             return {
                 name: None if values[0] is None else torch.cat([value for value in values if value is not None])
@@ -111,7 +114,7 @@ class Conditioning:
         )
 
     def _mapped(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
-        def of(side: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        def of(side: Text) -> dict[str, Tensor | None]:
             return {name: None if value is None else change(value) for name, value in side.items()}
 
         images = {name: change(value) for name, value in self.images.items()}

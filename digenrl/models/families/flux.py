@@ -11,13 +11,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransfo
 from torch import Tensor
 
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.contract import Conditioning, SampleSize, Schedule, Text
 from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.parts.flux_attention import FluxAttention
 from digenrl.models.families.parts.helpers import (
     JOINT_ATTENTION,
-    Text,
-    at_least_fp32,
     refuse_negatives,
     shift_from_tokens,
     text_like,
@@ -25,7 +23,7 @@ from digenrl.models.families.parts.helpers import (
 from digenrl.models.families.parts.image_vae import ImageVaeModel, image_vae
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.parallel.token_exchange import TokenShares
-from digenrl.models.pipeline_model import TextLength, schedule_of
+from digenrl.models.pipeline_model import TextLength, at_least_fp32, schedule_of
 
 TEXT_LENGTH = TextLength("tokenizer_2", default=512, most=512)  # of T5; the pipeline's default and limit
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,10 @@ from diffusers import (
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor
 
-from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.contract import Conditioning, SampleSize, Schedule, Text
 from digenrl.models.families.parts.comfyui_layers import FLUX_2_LAYERS
 from digenrl.models.families.parts.helpers import (
     JOINT_ATTENTION,
-    Text,
-    guided_separately,
     image_latents,
     latent_height_width,
     pixels_of_images,
@@ -83,13 +80,16 @@ class Flux2KleinModel(TwoBranchModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        """The branches are separate forwards, as in the diffusers pipeline."""
         guidance = 1.0 if self.pipeline.config.is_distilled else guidance
-        return guided_separately(partial(self._forward, latents_BL, timesteps_B), conditioning, guidance)
+        return super().velocity(latents_BL, timesteps_B, conditioning, guidance, size)
 
-    def _forward(
-        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, guidance: float | None = None
+    def branch(
+        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor], size: SampleSize
     ) -> Tensor:
+        return self._forward(latents_BL, timesteps_B, text, guidance=None)
+
+    def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, guidance: float | None) -> Tensor:
+        """The output of the transformer, which may take the guidance."""
         latents_BL = latents_BL.to(self.dtype)
         device, (h, w) = latents_BL.device, latents_BL.shape[2:]
         arguments = text_like(text, latents_BL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,10 +45,6 @@ class Flux2KleinModel(TwoBranchModel):
     default_guidance = 4.0
     text_encoders = ("text_encoder",)
     text_length = TEXT_LENGTH
-
-    def __init__(self, pipeline: Any) -> None:
-        super().__init__(pipeline)
-        self._ids: dict[tuple[int, ...], Tensor] = {}
 
     def negative_arguments(self, negative_prompts: Sequence[str]) -> dict[str, Any]:
         """The pipeline takes encoded negative prompts only."""
@@ -99,20 +96,12 @@ class Flux2KleinModel(TwoBranchModel):
             hidden_states=latents_BL.flatten(2).transpose(1, 2),
             timestep=timesteps_B.to(device=device, dtype=latents_BL.dtype) / 1000,
             guidance=None if guidance is None else latents_BL.new_full([len(latents_BL)], guidance),
-            txt_ids=self._positions(device, 1, 1, text_BTD.shape[1]),
-            img_ids=self._positions(device, h, w, 1),
+            txt_ids=positions(device, 1, 1, text_BTD.shape[1]),
+            img_ids=positions(device, h, w, 1),
             return_dict=False,
             **arguments,
         )[0]
         return output_BSC.transpose(1, 2).reshape(len(output_BSC), -1, h, w)
-
-    def _positions(self, device: torch.device, rows: int, columns: int, tokens: int) -> Tensor:
-        """The position of every token: (image, row, column, place in the text). Computed once, on the host."""
-        key = (hash(device), rows, columns, tokens)
-        if key not in self._ids:
-            axes = [torch.arange(count) for count in (1, rows, columns, tokens)]
-            self._ids[key] = torch.cartesian_prod(*axes).to(device)
-        return self._ids[key]
 
     def pipeline_latents(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
         return self._unpacked(latents_BL)
@@ -141,6 +130,13 @@ class Flux2KleinModel(TwoBranchModel):
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
         return pixels_of_images(self.vae.decode(self._unpacked(latents_BL), return_dict=False)[0])
+
+
+@cache
+def positions(device: torch.device, rows: int, columns: int, tokens: int) -> Tensor:
+    """The position of every token: (image, row, column, place in the text). Computed once, on the host."""
+    axes = [torch.arange(count) for count in (1, rows, columns, tokens)]
+    return torch.cartesian_prod(*axes).to(device)
 
 
 SCHEDULER = Component(FlowMatchEulerDiscreteScheduler, {"shift": 3.0, "use_dynamic_shifting": True})

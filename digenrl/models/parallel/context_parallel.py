@@ -16,13 +16,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.parallel.token_exchange import TokenExchange
+from digenrl.models.passes.attention import AttentionCalls
 
 
 def divide_tokens(model: DiffusionModel, exchange: TokenExchange) -> None:
@@ -105,18 +104,16 @@ def _attend_together(processor: Any, exchange: TokenExchange) -> None:
     processor.__class__ = AllTokens
 
 
-class _ExchangedAttention(TorchFunctionMode):
+class _ExchangedAttention(AttentionCalls):
     """Inside, torch's attention is that between the tokens of all ranks."""
 
     def __init__(self, exchange: TokenExchange) -> None:
         super().__init__()
         self._exchange, self.exchanged = exchange, False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *further: Any, **named: Any) -> Tensor:
         self.exchanged = True
-        return self._exchange.attend(*args, **(kwargs or {}))
+        return self._exchange.attend(query, key, value, *further, **named)
 
 
 def _gather_tokens(exchange: TokenExchange, layer: nn.Module, arguments: Any, output: Tensor) -> Tensor:

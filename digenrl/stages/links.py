@@ -33,7 +33,6 @@ class LinkSettings:
     bytes_per_s: float | None = None
 
     def pace(self) -> PacedLink | None:
-        """Of one direction."""
         return None if self.bytes_per_s is None else PacedLink(self.bytes_per_s)
 
 
@@ -74,12 +73,10 @@ class StageLinks:
 
     @property
     def is_first(self) -> bool:
-        """Whether no stage is before this one."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether no stage is after this one."""
         return self.index == self.count - 1
 
     @property

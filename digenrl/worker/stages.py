@@ -345,7 +345,6 @@ class Stages:
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer, in a worker that trains."""
         assert self.parts.trainer is not None
         return self.parts.trainer
 

@@ -74,7 +74,6 @@ def save_lora(model: DiffusionModel, directory: Path) -> None:
 
 
 def adapter_config(model: DiffusionModel) -> LoraConfig:
-    """peft's configuration of a model's adapters."""
     adapted = [part for part in parts_of(model.transformer).values() if hasattr(part, "peft_config")]
     return adapted[0].peft_config[ADAPTER]
 

@@ -108,7 +108,8 @@ class QwenImageModel(TwoBranchModel):
         combined_BL = super().guided(conditional_BL, unconditional_BL, guidance)
         norm = torch.norm(conditional_BL, dim=-1, keepdim=True)
         guided_norm = torch.norm(combined_BL, dim=-1, keepdim=True)
-        return combined_BL * (norm / guided_norm)
+        rescaled_BL: Tensor = combined_BL * (norm / guided_norm)
+        return rescaled_BL
 
     def branch(
         self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor], size: SampleSize

@@ -28,7 +28,6 @@ class ParkedWeights:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Inside, the weights are on the device."""
         try:
             for weight, host in self._host_copies:
                 weight.data = host.to(self._device, non_blocking=True)

@@ -49,7 +49,6 @@ def compile_blocks(model: DiffusionModel, backend: str | Callable[..., Any] = "i
 
 
 def is_compiled(model: DiffusionModel) -> bool:
-    """Whether the model's blocks are compiled."""
     return any("forward" in vars(block) for block in repeated_blocks(model.transformer))
 
 

@@ -26,8 +26,6 @@ MAX_OPERATIONS = 1e14  # 2 x parameters x latent tokens: longer forwards are not
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured graph with its input and output tensors."""
-
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     velocity_BL: Tensor

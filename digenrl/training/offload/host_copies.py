@@ -32,7 +32,6 @@ def on_host(value: Tensor) -> Tensor:
 
 
 def copy_all(tensors: Mapping[str, Tensor], copy: CopyTensor) -> dict[str, Tensor]:
-    """Copies of all tensors, under the same names."""
     return {name: copy(value) for name, value in tensors.items()}
 
 

@@ -75,11 +75,11 @@ class Conditioning:
 
     def rows(self, index_B: Tensor | slice) -> Conditioning:
         """Selected rows in the given order; an index may repeat."""
-        return self._mapped(lambda value: value[index_B])
+        return self.mapped(lambda value: value[index_B])
 
     def repeated(self, count: int) -> Conditioning:
         """Every row `count` times, with copies next to each other."""
-        return self._mapped(lambda value: value.repeat_interleave(count, dim=0))
+        return self.mapped(lambda value: value.repeat_interleave(count, dim=0))
 
     @staticmethod
     def joined(rows: Sequence[Conditioning]) -> Conditioning:
@@ -109,16 +109,23 @@ class Conditioning:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Conditioning:
         """A copy on another device; floating-point values can also change their dtype."""
-        return self._mapped(
+        return self.mapped(
             lambda value: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
         )
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in the order in which `mapped` changes them."""
+        sides = [self.positive, self.negative or {}, self.images]
+        return [value for side in sides for value in side.values() if value is not None]
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
+        """The same with every tensor changed."""
+
         def of(side: Text) -> dict[str, Tensor | None]:
             return {name: None if value is None else change(value) for name, value in side.items()}
 
-        images = {name: change(value) for name, value in self.images.items()}
-        return Conditioning(of(self.positive), None if self.negative is None else of(self.negative), images)
+        positive, negative = of(self.positive), None if self.negative is None else of(self.negative)
+        return Conditioning(positive, negative, {name: change(value) for name, value in self.images.items()})
 
 
 class TextEncoder(Protocol):

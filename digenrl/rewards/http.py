@@ -47,7 +47,10 @@ class HttpReward(Reward):
 
     def _ask(self, body: bytes, rows: slice) -> ScoreReply:
         """The reply for these rows. The samples of a RewardError are positions in the batch."""
-        response = self._post(body, rows)
+        try:
+            response = post_with_retries(self._client, self.settings, "/score", body, self._sleep)
+        except NoResponseError as error:
+            raise self._failed(str(error), rows) from None
         if response.status_code != httpx.codes.OK:
             raise self._refused(response, rows)
         try:
@@ -65,12 +68,6 @@ class HttpReward(Reward):
                     rows,
                 )
         return reply
-
-    def _post(self, body: bytes, rows: slice) -> httpx.Response:
-        try:
-            return post_with_retries(self._client, self.settings, "/score", body, self._sleep)
-        except NoResponseError as error:
-            raise self._failed(str(error), rows) from None
 
     def _refused(self, response: httpx.Response, rows: slice) -> RewardError:
         try:

@@ -11,8 +11,9 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionM
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.families.parts.image_vae import VAE_SHAPE
 from digenrl.models.families.parts.unets import UNetModel
-from digenrl.models.families.sd15 import SCHEDULER, TEXT_TOKENS, VAE_SHAPE
+from digenrl.models.families.sd15 import SCHEDULER, TEXT_TOKENS
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.pipeline_model import paired_negatives
 

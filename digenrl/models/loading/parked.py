@@ -33,11 +33,8 @@ class ParkedWeights:
                 weight.data = host.to(self._device, non_blocking=True)
             yield
         finally:
-            self._park()
-
-    def _park(self) -> None:
-        for weight, host in self._host_copies:
-            weight.data = host
+            for weight, host in self._host_copies:
+                weight.data = host
 
     def _on_host(self, value: Tensor) -> Tensor:
         host = value.to("cpu")

@@ -40,11 +40,7 @@ from digenrl.testing.tiny_text_encoders import (
     tiny_t5_tokenizer,
     tiny_umt5,
 )
-from digenrl.testing.tiny_vision_encoders import (
-    tiny_gemma3,
-    tiny_qwen_text_encoder,
-    tiny_siglip_vision,
-)
+from digenrl.testing.tiny_vision_encoders import tiny_gemma3, tiny_qwen_text_encoder, tiny_siglip_vision
 
 
 def tiny_wan(tokenizer: Any = None) -> WanPipeline:

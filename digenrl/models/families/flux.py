@@ -15,12 +15,7 @@ from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule, Text
 from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.parts.flux_attention import FluxAttention
-from digenrl.models.families.parts.helpers import (
-    JOINT_ATTENTION,
-    refuse_negatives,
-    shift_from_tokens,
-    text_like,
-)
+from digenrl.models.families.parts.helpers import JOINT_ATTENTION, refuse_negatives, shift_from_tokens, text_like
 from digenrl.models.families.parts.image_vae import ImageVaeModel, image_vae
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.parallel.token_exchange import TokenShares

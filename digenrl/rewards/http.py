@@ -9,7 +9,7 @@ import httpx
 from pydantic import ValidationError
 from torch import Tensor
 
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, first_problem
 from digenrl.config.rewards.table import HttpSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
 from digenrl.rewards.serving.http_client import NoResponseError, make_client, post_with_retries
@@ -56,11 +56,8 @@ class HttpReward(Reward):
         try:
             reply = ScoreReply.model_validate_json(response.content)
         except ValidationError as error:
-            reason = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in reason["loc"]) or "the reply"
-            raise self._failed(
-                f"the reply of {self.settings.url} has no scores: {where}: {reason['msg']}", rows
-            ) from None
+            problem = first_problem(error, "the reply")
+            raise self._failed(f"the reply of {self.settings.url} has no scores: {problem}", rows) from None
         for numbers in (reply.values, *reply.parts.values()):
             if len(numbers) != rows.stop - rows.start:
                 raise self._failed(

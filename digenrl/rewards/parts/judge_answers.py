@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from digenrl.config.reading import first_problem
 from digenrl.config.rewards.judge import AnswerFormat
 
 SHOWN = 120  # characters of an answer that an error shows
@@ -66,9 +67,7 @@ def read_reply(body: bytes) -> Reply:
     try:
         read = _Completion.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise NoScoreError(f"the reply is not a chat completion: {where}: {first['msg']}") from None
+        raise NoScoreError(f"the reply is not a chat completion: {first_problem(error, 'the body')}") from None
     usage = read.usage or _Usage()
     return Reply(tuple(read.choices), usage.prompt_tokens or 0, usage.completion_tokens or 0)
 

@@ -7,7 +7,7 @@ family: only sequences with text tokens become shorter. Of equal blocks, only th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from math import isqrt
 from typing import Any
@@ -284,12 +284,10 @@ def _recording_linears(transformer: nn.Module, forward: _Forward) -> Iterator[No
 
     kinds = (nn.Linear, nn.Conv2d) if isinstance(transformer, UNet2DConditionModel) else nn.Linear
     linears = [layer for layer in transformer.modules() if isinstance(layer, kinds)]
-    hooks = [layer.register_forward_hook(record) for layer in linears]
-    try:
+    with ExitStack() as hooks:
+        for layer in linears:
+            hooks.enter_context(layer.register_forward_hook(record))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 class _AttentionRecorder(AttentionCalls):
@@ -336,12 +334,9 @@ def _counting_saved(model: PipelineModel, forward: _Forward) -> Iterator[None]:
             forward.saved_bytes += storage.nbytes()
         return tensor
 
-    blocks = repeated_blocks(model.transformer)
-    hooks = [block.register_forward_pre_hook(enter) for block in blocks]
-    hooks += [block.register_forward_hook(leave) for block in blocks]
-    try:
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks:
+        for block in repeated_blocks(model.transformer):
+            hooks.enter_context(block.register_forward_pre_hook(enter))
+            hooks.enter_context(block.register_forward_hook(leave))
+        hooks.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+        yield

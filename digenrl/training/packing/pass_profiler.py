@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
@@ -86,14 +86,9 @@ class CudaPassProfiler:
 
             return record
 
-        hooks = [
-            hook
-            for index, blocks in enumerate(self._positions)
-            for block in blocks
-            for hook in (block.register_forward_pre_hook(before), block.register_forward_hook(after(index)))
-        ]
-        try:
+        with ExitStack() as hooks:
+            for index, blocks in enumerate(self._positions):
+                for block in blocks:
+                    hooks.enter_context(block.register_forward_pre_hook(before))
+                    hooks.enter_context(block.register_forward_hook(after(index)))
             yield growth
-        finally:
-            for hook in hooks:
-                hook.remove()

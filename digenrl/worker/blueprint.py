@@ -29,8 +29,7 @@ from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEn
 from digenrl.models.experts import Experts
 from digenrl.models.family import Component, Family
 from digenrl.models.loading.base_weights import files_fingerprint
-from digenrl.models.loading.offloaded_text_encoder import OffloadedTextEncoder
-from digenrl.models.loading.parked import ParkedModel
+from digenrl.models.loading.parked import OffloadedTextEncoder, ParkedModel
 from digenrl.models.loading.random_text_encoder import RandomTextEncoder
 from digenrl.models.loading.single_file import COMPONENT
 from digenrl.models.loading.sources import ModelSource, check_class, check_source, weight_files

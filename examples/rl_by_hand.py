@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.recipes.training import TrainerSettings
 from digenrl.config.rewards.table import parse_rewards
@@ -27,6 +26,7 @@ from digenrl.generation.noise import normal_noise
 from digenrl.generation.rollout import RolloutSettings, decode_slice, generate_slice
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.objective import Objective
 from digenrl.models.registry import find_family
 from digenrl.models.trajectory import ScoredGroup, StepNoise
 from digenrl.prompts.sampler import PromptSampler
@@ -52,7 +52,7 @@ def brightness(pixels_BFCHW: Tensor, prompts: list[str], metadata: list[dict[str
 
 
 def score_group(
-    model: DiffusionModel, algorithm: Algorithm, reward: Reward, prompt: Prompt, step: int, group: int
+    model: DiffusionModel, algorithm: Objective, reward: Reward, prompt: Prompt, step: int, group: int
 ) -> ScoredGroup:
     """Generates and scores all samples of one prompt."""
     samples = Slice(step, group, first=0, size=SHAPE.group_size)

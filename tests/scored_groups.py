@@ -17,7 +17,6 @@ from source_pictures import encoded
 from torch import Tensor
 from toy_model import TOY_SIZE, ToyModel
 
-from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.recipes.training import TrainerSettings
 from digenrl.config.recipes.windows import read_window
@@ -26,6 +25,7 @@ from digenrl.generation.rollout import RolloutSettings, generate_slice
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.adapters.lora import add_lora
 from digenrl.models.contract import DiffusionModel, SampleSize
+from digenrl.models.objective import Objective
 from digenrl.models.trajectory import ScoredGroup, StepNoise, Trajectory
 from digenrl.records import Slice
 from digenrl.training.checkpoint.state_tensors import state_as_tensors, state_of_tensors
@@ -81,7 +81,7 @@ class Rollout:
     version: int = 0
 
 
-def lively(name: str, options: Mapping[str, Any] | None = None) -> Algorithm:
+def lively(name: str, options: Mapping[str, Any] | None = None) -> Objective:
     """The algorithm with settings that reach every branch of its loss, and some `options`."""
     return build_algorithm(name, {**LIVELY[name], **(options or {})})
 
@@ -106,7 +106,7 @@ def nudge(model: DiffusionModel, size: float, seed: int) -> None:
 
 def trajectories_of(
     model: DiffusionModel,
-    algorithm: Algorithm,
+    algorithm: Objective,
     rollout: Rollout,
     group: int,
     window: Mapping[str, Any] | None = None,
@@ -142,7 +142,7 @@ def trajectories_of(
 
 def scored_groups(
     model: DiffusionModel,
-    algorithm: Algorithm,
+    algorithm: Objective,
     rollout: Rollout = Rollout(),  # noqa: B008  it is frozen
     rewards: Sequence[Sequence[float]] | None = None,
     window: Mapping[str, Any] | None = None,
@@ -165,7 +165,7 @@ def scored_groups(
 
 def trainer_of(
     model: DiffusionModel,
-    algorithm: Algorithm,
+    algorithm: Objective,
     groups: Sequence[ScoredGroup],
     settings: TrainerSettings | None = None,
     **more: Any,
@@ -184,7 +184,7 @@ def train(trainer: Trainer, groups: Sequence[ScoredGroup]) -> None:
 
 
 def trained_batches(
-    model: DiffusionModel, algorithm: Algorithm, settings: TrainerSettings, batches: int
+    model: DiffusionModel, algorithm: Objective, settings: TrainerSettings, batches: int
 ) -> Iterator[Trainer]:
     """A trainer after each of its first batches, which have one update each."""
     trainer = None
@@ -198,7 +198,7 @@ def trained_batches(
 
 
 def serial_of(
-    model: DiffusionModel, algorithm: Algorithm, settings: TrainerSettings | None = None
+    model: DiffusionModel, algorithm: Objective, settings: TrainerSettings | None = None
 ) -> SerialReference:
     """The serial reference; its old policy and reference are the model's current weights."""
     settings = settings or TrainerSettings()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import fmean
 
 ZERO_SPREAD = 1e-6  # of the largest reward: rounding rarely leaves a std of exactly 0
 
@@ -25,20 +26,15 @@ def checked_rewards(rewards: Sequence[float]) -> Sequence[float]:
     return rewards
 
 
-def mean_of(values: Sequence[float]) -> float:
-    """The mean, summed exactly: independent of the order of the values."""
-    return math.fsum(values) / len(values)
-
-
 def std_of(values: Sequence[float], ddof: int) -> float:
-    """The standard deviation, summed exactly."""
-    center = mean_of(values)
+    """The standard deviation, summed exactly: independent of the order of the values."""
+    center = fmean(values)
     return math.sqrt(math.fsum((value - center) ** 2 for value in values) / (len(values) - ddof))
 
 
 def centered(rewards: Sequence[float]) -> tuple[float, ...]:
     """r - mean of the group."""
-    center = mean_of(rewards)
+    center = fmean(rewards)
     return tuple(reward - center for reward in rewards)
 
 

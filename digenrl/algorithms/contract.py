@@ -5,80 +5,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar
 
 from digenrl.algorithms.advantages import centered, checked_rewards, has_spread, std_of
-from digenrl.config.algorithms import (
-    AlgorithmSettings,
-    Levels,
-    Needs,
-    RenoisedSettings,
-)
-from digenrl.models.objective import Advantages, LossTerms, Objective, PairBatch
+from digenrl.config.algorithms import AlgorithmSettings
+from digenrl.models.objective import Advantages, Objective
 from digenrl.models.trajectory import RolloutPlan
 
 
-class Algorithm(Objective, Protocol):
-    """An objective with its settings, which also say how samples are generated for it."""
-
-    @property
-    def settings(self) -> AlgorithmSettings: ...
-
-
-class GroupRelative(ABC):
+class GroupRelative(Objective):
     """Advantages relative to the group; the same number of trained steps for every sample."""
 
     settings_type: ClassVar[type[AlgorithmSettings]] = AlgorithmSettings
-    settings: AlgorithmSettings
-
-    def __init__(self, settings: AlgorithmSettings) -> None:
-        self.settings = settings
-
-    @property
-    def needs(self) -> Needs:
-        return self.settings.needs
-
-    @property
-    def replays(self) -> Literal["steps", "renoised"]:
-        return self.settings.replays
-
-    @property
-    def rows_per_term(self) -> Literal[1, 2]:
-        return self.settings.rows_per_term
-
-    @property
-    def scale_over(self) -> Literal["group", "batch"]:
-        return "batch" if self.settings.advantage.std_over == "batch" else "group"
-
-    @property
-    def clamp(self) -> float:
-        return self.settings.advantage.clamp
-
-    @property
-    def clip_range(self) -> float | None:
-        clip: float | None = getattr(self.settings, "clip", None)
-        return clip
-
-    @property
-    def updates_per_batch(self) -> int:
-        return self.settings.updates_per_batch
-
-    @property
-    def updates_of(self) -> Literal["groups", "samples"]:
-        return self.settings.updates_of
-
-    @property
-    def zero_spread_groups(self) -> Literal["counted", "left_out", "trained"]:
-        return self.settings.zero_spread_groups
-
-    @property
-    def levels(self) -> Levels:
-        return self.settings.levels if isinstance(self.settings, RenoisedSettings) else "first"
-
-    def drawn_levels(self, steps: int) -> int:
-        return self.settings.drawn_levels(steps) if isinstance(self.settings, RenoisedSettings) else steps
 
     def group_advantages(self, rewards: Sequence[float]) -> Advantages:
         checked_rewards(rewards)
@@ -111,6 +50,3 @@ class GroupRelative(ABC):
 
     def old_policy_decay(self, batch: int) -> float:
         return 0.0
-
-    @abstractmethod
-    def loss(self, pairs: PairBatch) -> LossTerms: ...

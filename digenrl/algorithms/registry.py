@@ -7,7 +7,7 @@ from inspect import signature
 from typing import Any
 
 from digenrl.algorithms.awm import Awm
-from digenrl.algorithms.contract import Algorithm, GroupRelative
+from digenrl.algorithms.contract import GroupRelative
 from digenrl.algorithms.dance_grpo import DanceGrpo
 from digenrl.algorithms.diffusion_nft import DiffusionNft
 from digenrl.algorithms.flash_grpo import FlashGrpo
@@ -33,7 +33,7 @@ ALGORITHMS: dict[str, type[GroupRelative]] = {
 }
 
 
-def build_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algorithm:
+def build_algorithm(name: str, options: Mapping[str, Any] | None = None) -> GroupRelative:
     """The algorithm of this name or import path with these options; raises ConfigError if it is unknown."""
     settings = read_algorithm_settings(name, options or {})
     return (ALGORITHMS.get(name) or _own_algorithm(name, settings))(settings)

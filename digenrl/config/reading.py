@@ -200,6 +200,12 @@ class _Complaint:
         return self.kind.endswith(("_type", "_parsing")) or self.kind == "literal_error"
 
 
+def first_problem(error: ValidationError, whole: str) -> str:
+    """Where the first problem in a message is, and what it is; `whole` names the message itself."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"
+
+
 def _first_complaint(model: type[BaseModel], content: Any, error: ValidationError) -> ConfigError:
     complaints = [
         _Complaint(

@@ -42,7 +42,6 @@ from digenrl.exchange.patches import Patch, PatchMaker, VersionBytes, apply_patc
 from digenrl.records import WeightsReference
 
 MAX_HEADER_BYTES = 1 << 28
-LENGTH_BYTES = 8
 
 
 class WeightsSender:
@@ -126,8 +125,7 @@ class WeightsSender:
                 joined_s = time.monotonic()
                 if patch is not None and not group.all_receivers_hold(held):
                     patch = None
-                _send_with_length(group, weights.header)
-                sent = _send_content(group, weights, patch)
+                sent = _send(group, weights, patch)
                 group.wait_for_receivers(weights.reference.bytes)
         now_s = time.monotonic()
         return Delivery(sent, now_s - started_s, now_s - joined_s)
@@ -167,46 +165,32 @@ def receive_version(
     return weights
 
 
-def _send_content(group: BroadcastGroup, weights: FlatWeights, patch: Tensor | None) -> int:
-    """Sends the length of a patch, or 0, and then the patch or the whole weights; returns the bytes of either."""
-    group.broadcast(_length_message(0 if patch is None else len(patch)))
+def _send(group: BroadcastGroup, weights: FlatWeights, patch: Tensor | None) -> int:
+    """Sends the lengths of the header and of a patch, or 0, then the header, then the patch or the whole weights.
+
+    Returns the bytes of the last of them.
+    """
+    group.broadcast(torch.tensor([len(weights.header), 0 if patch is None else len(patch)]))
+    group.broadcast(torch.frombuffer(bytearray(weights.header), dtype=torch.uint8))
     content = weights.flat if patch is None else patch
     for offset in range(0, len(content), weights.bucket_bytes):
         group.broadcast(content[offset : offset + weights.bucket_bytes])
     return len(content)
 
 
-def _send_with_length(group: BroadcastGroup, message: bytes) -> None:
-    group.broadcast(_length_message(len(message)))
-    group.broadcast(torch.frombuffer(bytearray(message), dtype=torch.uint8))
-
-
-def _length_message(length: int) -> Tensor:
-    return torch.frombuffer(bytearray(length.to_bytes(LENGTH_BYTES, "little")), dtype=torch.uint8)
-
-
-def _receive_length(group: BroadcastGroup) -> int:
-    length = torch.zeros(LENGTH_BYTES, dtype=torch.uint8)
-    group.broadcast(length)
-    return int.from_bytes(bytes(length.tolist()), "little")
-
-
-def _receive_header(group: BroadcastGroup) -> bytes:
-    header_bytes = _receive_length(group)
-    if not 0 < header_bytes <= MAX_HEADER_BYTES:
-        raise ValueError(f"damaged: a header of {header_bytes:,} bytes was announced")
-    header = torch.zeros(header_bytes, dtype=torch.uint8)
-    group.broadcast(header)
-    return bytes(header.numpy())
-
-
 def _receive(group: BroadcastGroup, reference: WeightsReference, held: VersionBytes | None) -> FlatWeights:
     """The weights, whole or patched. Raises ValueError if they are not those of the reference."""
-    encoded = _receive_header(group)
+    lengths = torch.zeros(2, dtype=torch.int64)
+    group.broadcast(lengths)
+    header_bytes, patch_bytes = lengths.tolist()
+    if not 0 < header_bytes <= MAX_HEADER_BYTES or not 0 <= patch_bytes <= reference.bytes:
+        raise ValueError(
+            f"damaged: a header of {header_bytes:,} bytes and a patch of {patch_bytes:,} bytes were announced"
+        )
+    announced = torch.zeros(header_bytes, dtype=torch.uint8)
+    group.broadcast(announced)
+    encoded = bytes(announced.numpy())
     header = decode_header(encoded, reference)
-    patch_bytes = _receive_length(group)
-    if patch_bytes > reference.bytes:
-        raise ValueError(f"damaged: a patch of {patch_bytes:,} bytes was announced")
     if patch_bytes:
         flat, found = _receive_patched(group, header, held, patch_bytes, zlib.crc32(encoded))
     else:

@@ -50,11 +50,9 @@ class Deadline:
         return cls(now_s + limits.timeout_s, now_s + limits.join_timeout_s, limits.stall_timeout_s)
 
     def remaining_to_join_s(self) -> float:
-        """Seconds left for members to join."""
         return min(self.ends_s, self.join_ends_s) - time.monotonic()
 
     def remaining_s(self) -> float:
-        """Seconds left for the whole broadcast."""
         return self.ends_s - time.monotonic()
 
     def next_timeout_s(self) -> float:
@@ -131,7 +129,6 @@ class BroadcastGroup:
         self._group = ProcessGroupGloo(self._store, self._rank, self._size, options)
 
     def all_receivers_hold(self, name: str) -> bool:
-        """Whether all receivers joined with this weight version."""
         return all(self._store.get(f"joined/{rank}").decode() == name for rank in range(1, self._size))
 
     def broadcast(self, bucket: Tensor, meanwhile: Callable[[], None] = lambda: None) -> None:

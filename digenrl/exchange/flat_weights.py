@@ -28,15 +28,12 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """The name, dtype and shape of one tensor."""
-
     name: str
     dtype: str
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
-        """Size of the tensor's values."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
@@ -49,7 +46,6 @@ class WeightsHeader:
     tensors: tuple[TensorEntry, ...]
 
     def encode(self) -> bytes:
-        """The header as JSON."""
         tensors = [[entry.name, entry.dtype, entry.shape] for entry in self.tensors]
         return json.dumps({"name": self.name, "bucket_bytes": self.bucket_bytes, "tensors": tensors}).encode()
 

@@ -70,7 +70,6 @@ class ExchangeFolder:
         return str(self.root)
 
     def path(self, name: str) -> Path:
-        """The file that holds the tensors of this name."""
         assert "/" not in name, f"a name, not a path: {name}"
         return self.root / f"{name}{SUFFIX}"
 
@@ -79,7 +78,6 @@ class ExchangeFolder:
         self.path(name).unlink(missing_ok=True)
 
     def names(self) -> list[str]:
-        """All names, sorted."""
         return sorted(path.name.removesuffix(SUFFIX) for path in self.root.glob(f"*{SUFFIX}"))
 
     def remove(self) -> None:

@@ -72,6 +72,17 @@ class BlockElsewhere(nn.Module):
         module.register_parameter(name, parameter)
 
 
+def change_arguments(block: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Lets a function change the block's arguments, given by name, before every forward."""
+    names = tuple(inspect.signature(type(block).forward).parameters)[1:]
+
+    def changed(_block: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        given = change(dict(zip(names, arguments, strict=False)) | named)
+        return tuple(given[name] for name in names[: len(arguments)]), {name: given[name] for name in named}
+
+    block.register_forward_pre_hook(changed, with_kwargs=True)
+
+
 def block_positions(transformer: nn.Module) -> list[tuple[nn.Module, ...]]:
     """The blocks of every position in a forward: one, or one per transformer if each row passes one of several."""
     if isinstance(transformer, Experts):

@@ -23,6 +23,9 @@ from digenrl.models.parallel.token_exchange import TokenExchange, TokenShares
 if TYPE_CHECKING:
     from PIL import Image
 
+Text = Mapping[str, Tensor | None]
+"""A transformer's text arguments by name. One that is not needed, such as a mask, may be None."""
+
 ComfyuiLayers = Mapping[str, tuple[str, ...]]
 """ComfyUI's layers, each with the diffusers layers whose outputs it concatenates; `*` is the index of a block."""
 
@@ -58,13 +61,13 @@ class Schedule:
 class Conditioning:
     """Encoded prompts, one row per sample: the transformer's text arguments by name.
 
-    `negative` holds the same for the unconditional branch, if the family uses classifier-free guidance. A value
-    may be None (a mask that is not needed) and is passed on as None. `images` holds encoded source images by name,
-    which both branches share. Rows with sources of other sizes have other shapes and cannot be joined.
+    `negative` holds the same for the unconditional branch, if the family uses classifier-free guidance. `images`
+    holds encoded source images by name, which both branches share. Rows with sources of other sizes have other
+    shapes and cannot be joined.
     """
 
-    positive: Mapping[str, Tensor | None]
-    negative: Mapping[str, Tensor | None] | None = None
+    positive: Text
+    negative: Text | None = None
     images: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -72,17 +75,17 @@ class Conditioning:
 
     def rows(self, index_B: Tensor | slice) -> Conditioning:
         """Selected rows in the given order; an index may repeat."""
-        return self._mapped(lambda value: value[index_B])
+        return self.mapped(lambda value: value[index_B])
 
     def repeated(self, count: int) -> Conditioning:
         """Every row `count` times, with copies next to each other."""
-        return self._mapped(lambda value: value.repeat_interleave(count, dim=0))
+        return self.mapped(lambda value: value.repeat_interleave(count, dim=0))
 
     @staticmethod
     def joined(rows: Sequence[Conditioning]) -> Conditioning:
         """Concatenates conditionings of one family."""
 
-        def side(sides: Sequence[Mapping[str, Tensor | None]]) -> dict[str, Tensor | None]:
+        def side(sides: Sequence[Text]) -> dict[str, Tensor | None]:
             columns = {name: [each[name] for each in sides] for name in sides[0]}
             return {
                 name: None if values[0] is None else torch.cat([value for value in values if value is not None])
@@ -106,16 +109,23 @@ class Conditioning:
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> Conditioning:
         """A copy on another device; floating-point values can also change their dtype."""
-        return self._mapped(
+        return self.mapped(
             lambda value: value.to(device=device, dtype=dtype if value.is_floating_point() else None)
         )
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
-        def of(side: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in the order in which `mapped` changes them."""
+        sides = [self.positive, self.negative or {}, self.images]
+        return [value for side in sides for value in side.values() if value is not None]
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
+        """The same with every tensor changed."""
+
+        def of(side: Text) -> dict[str, Tensor | None]:
             return {name: None if value is None else change(value) for name, value in side.items()}
 
-        images = {name: change(value) for name, value in self.images.items()}
-        return Conditioning(of(self.positive), None if self.negative is None else of(self.negative), images)
+        positive, negative = of(self.positive), None if self.negative is None else of(self.negative)
+        return Conditioning(positive, negative, {name: change(value) for name, value in self.images.items()})
 
 
 class TextEncoder(Protocol):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ EXPERTS: dict[Expert, tuple[str, ...]] = {
     "both": (HIGH_NOISE, LOW_NOISE),
 }
 """The components of the diffusers pipeline by the value of `model.train_expert`."""
+
+Value = TypeVar("Value")
 
 
 class Experts(nn.Module):
@@ -69,7 +71,7 @@ def path_in(part: str, path: str) -> str:
     return f"{part}.{path}" if part else path
 
 
-def of_part(part: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def of_part(part: str, values: Mapping[str, Value]) -> dict[str, Value]:
     """The values of one part, by their names in it."""
     prefix = path_in(part, "")
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}

@@ -120,7 +120,6 @@ class Family:
 
     @property
     def name(self) -> str:
-        """The family's name in recipes."""
         return self.model_class.family
 
     def missing(self) -> list[str]:
@@ -370,7 +369,6 @@ class Family:
         return self.sources if published is None else self.published_sources(published)
 
     def published_sources(self, published: FullSize) -> SourceCount:
-        """How many source images a published model takes."""
         return self.sources_by(published.transformer.arguments, published.pipeline_settings)
 
     def sources_by(self, transformer: Mapping[str, Any], pipeline: Mapping[str, Any]) -> SourceCount:

@@ -6,13 +6,14 @@ R / 2 if a term compares two samples); L = one sample's latents.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from torch import Tensor
 
-from digenrl.config.algorithms import Levels, Needs
+from digenrl.config.algorithms import AlgorithmSettings, Levels, Needs, RenoisedSettings
 from digenrl.config.reading import ConfigError
 from digenrl.models.trajectory import RolloutPlan
 
@@ -97,69 +98,92 @@ class LossTerms:
         return parts[0] if len(parts) == 1 else parts[0] + parts[1]
 
 
-class Objective(Protocol):
-    """Everything the trainer knows about an algorithm.
+class Objective(ABC):
+    """An algorithm, as the trainer knows it. Its settings also say how samples are generated for it.
 
     The final advantage of a sample is its group advantage times `scale`, clamped to +-`clamp`.
     """
 
-    @property
-    def needs(self) -> Needs: ...
+    settings: AlgorithmSettings
+
+    def __init__(self, settings: AlgorithmSettings) -> None:
+        self.settings = settings
 
     @property
-    def replays(self) -> Literal["steps", "renoised"]: ...
+    def needs(self) -> Needs:
+        return self.settings.needs
+
+    @property
+    def replays(self) -> Literal["steps", "renoised"]:
+        return self.settings.replays
 
     @property
     def rows_per_term(self) -> Literal[1, 2]:
         """2 if a term compares two samples; `Advantages.chosen` then lists pairs: first, second, first, ..."""
+        return self.settings.rows_per_term
 
     @property
     def scale_over(self) -> Literal["group", "batch"]:
         """Whether group advantages are final (scale 1) or depend on the rewards of the whole batch."""
+        return "batch" if self.settings.advantage.std_over == "batch" else "group"
 
     @property
-    def clamp(self) -> float: ...
+    def clamp(self) -> float:
+        return self.settings.advantage.clamp
 
     @property
     def clip_range(self) -> float | None:
         """How far a ratio may be from 1 before it is clipped; None if ratios are not clipped."""
+        clip: float | None = getattr(self.settings, "clip", None)
+        return clip
 
     @property
-    def updates_per_batch(self) -> int: ...
+    def updates_per_batch(self) -> int:
+        return self.settings.updates_per_batch
 
     @property
     def updates_of(self) -> Literal["groups", "samples"]:
         """Whether each update of a batch trains some of its groups, or some samples of every group."""
+        return self.settings.updates_of
 
     @property
     def zero_spread_groups(self) -> Literal["counted", "left_out", "trained"]:
         """Groups of equal rewards count in the mean with a gradient of 0, do not count, or are trained."""
+        return self.settings.zero_spread_groups
 
     @property
     def levels(self) -> Levels:
         """To which noise levels final latents are noised, if the objective replays those."""
+        return self.settings.levels if isinstance(self.settings, RenoisedSettings) else "first"
 
     def drawn_levels(self, steps: int) -> int:
         """From how many levels of a schedule, the first ones, `random` and `stratified` levels are drawn."""
+        return self.settings.drawn_levels(steps) if isinstance(self.settings, RenoisedSettings) else steps
 
+    @abstractmethod
     def group_advantages(self, rewards: Sequence[float]) -> Advantages:
         """The advantages of one group's samples; raises if a reward is not finite."""
 
+    @abstractmethod
     def scale(self, rewards_by_group: Sequence[Sequence[float]]) -> float:
         """The factor that makes group advantages final, from all rewards of the batch in the order of groups."""
 
+    @abstractmethod
     def units_per_group(self, group_size: int) -> int:
         """How many samples of a group are trained or, if a term compares two, how many pairs."""
 
+    @abstractmethod
     def trained_steps(self, plan: RolloutPlan) -> tuple[int, ...]:
         """The steps of the schedule on which a sample with this plan is trained; for drawn levels, their numbers.
 
         Each is a term of every unit: the denominator of the loss counts units times steps.
         """
 
+    @abstractmethod
     def old_policy_decay(self, batch: int) -> float:
         """d of old <- d old + (1 - d) new after this batch's last update; 0 if the newest policy generates."""
 
+    @abstractmethod
     def loss(self, pairs: PairBatch) -> LossTerms:
         """One value per term. Rows are independent, except for the two of one term."""
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.attention import Kernels
-from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
+from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule, Text
 from digenrl.models.experts import EXPERTS, Experts
 from digenrl.models.passes.attention import AttentionSwitch, prepare_attention
 from digenrl.models.passes.cuda_graphs import GraphedForwards
@@ -350,7 +350,10 @@ def schedule_of(scheduler: Any) -> Schedule:
 
 
 class TwoBranchModel(PipelineModel):
-    """A model that encodes prompts and negative prompts alike."""
+    """A model with classifier-free guidance, whose branches are encoded alike and are separate forwards.
+
+    Texts that differ in length would need a mask in one batch.
+    """
 
     @torch.no_grad()
     def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
@@ -358,8 +361,48 @@ class TwoBranchModel(PipelineModel):
         return Conditioning(self.encode_side(list(prompts)), self.encode_side(negatives))
 
     @abstractmethod
-    def encode_side(self, prompts: list[str]) -> Mapping[str, Tensor | None]:
+    def encode_side(self, prompts: list[str]) -> Text:
         """The text arguments of one branch of the guidance."""
+
+    def velocity(
+        self,
+        latents_BL: Tensor,
+        timesteps_B: Tensor,
+        conditioning: Conditioning,
+        guidance: float,
+        size: SampleSize,
+    ) -> Tensor:
+        conditioning = self.compact(conditioning)
+        branch = partial(self.branch, latents_BL, timesteps_B, images=conditioning.images, size=size)
+        conditional_BL = branch(conditioning.positive)
+        if guidance <= 1:
+            return at_least_fp32(conditional_BL)
+        return at_least_fp32(self.guided(conditional_BL, branch(negative_side(conditioning)), guidance))
+
+    @abstractmethod
+    def branch(
+        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor], size: SampleSize
+    ) -> Tensor:
+        """The velocity of one branch of the guidance."""
+
+    def guided(self, conditional_BL: Tensor, unconditional_BL: Tensor, guidance: float) -> Tensor:
+        """The velocity of both branches together."""
+        return unconditional_BL + guidance * (conditional_BL - unconditional_BL)
+
+
+def negative_side(conditioning: Conditioning) -> Text:
+    """The unconditional rows; raises ValueError if there are none."""
+    if conditioning.negative is None:
+        raise ValueError(
+            "a guidance above 1 needs the unconditional rows of the conditioning, got none; "
+            "encode the prompts with this model, or set guidance to 1"
+        )
+    return conditioning.negative
+
+
+def at_least_fp32(value: Tensor) -> Tensor:
+    """The value in fp32, or in fp64 if the model computes in fp64, where gradients are compared."""
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def paired_negatives(prompts: Sequence[str], negative_prompts: Sequence[str] | None) -> list[str]:
@@ -370,9 +413,7 @@ def paired_negatives(prompts: Sequence[str], negative_prompts: Sequence[str] | N
     return negatives
 
 
-def without_padding(
-    text: Mapping[str, Tensor | None], mask_name: str, least: int = 1
-) -> Mapping[str, Tensor | None]:
+def without_padding(text: Text, mask_name: str, least: int = 1) -> Text:
     """Text arguments without the columns that are padding in every row; the mask is None if no row is padded.
 
     At least `least` columns remain.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -26,7 +24,8 @@ def rounded_before_use(model: DiffusionModel, *, autocast: bool) -> frozenset[st
         if adapted and isinstance(layer, AdaptedLinear) and (autocast or _dtype(layer) is torch.bfloat16):
             names |= {f"{path}.{part}.{ADAPTER}.weight" for part in ("lora_A", "lora_B")}
         elif not adapted and autocast and isinstance(layer, MULTIPLYING):
-            names |= {f"{path}.{name}" for name in _float32(layer)}
+            own = layer.named_parameters(recurse=False)
+            names |= {f"{path}.{name}" for name, parameter in own if parameter.dtype is torch.float32}
     return frozenset(published_name(name) for name in names)
 
 
@@ -34,9 +33,3 @@ def _dtype(layer: AdaptedLinear) -> torch.dtype:
     """In which an adapted layer multiplies."""
     base = layer.base_layer
     return base.dtype if isinstance(base, QuantizedLinear) else base.weight.dtype
-
-
-def _float32(layer: nn.Module) -> Iterator[str]:
-    for name, parameter in layer.named_parameters(recurse=False):
-        if parameter.dtype is torch.float32:
-            yield name

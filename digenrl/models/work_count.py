@@ -7,7 +7,7 @@ family: only sequences with text tokens become shorter. Of equal blocks, only th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from math import isqrt
 from typing import Any
@@ -16,13 +16,13 @@ import torch
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.adapters.lora import Targets, add_lora, target_layers
 from digenrl.models.blocks import block_kind, block_positions, repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.passes.attention import AttentionCalls
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.quantized.replacing import block_weights
 
@@ -284,36 +284,24 @@ def _recording_linears(transformer: nn.Module, forward: _Forward) -> Iterator[No
 
     kinds = (nn.Linear, nn.Conv2d) if isinstance(transformer, UNet2DConditionModel) else nn.Linear
     linears = [layer for layer in transformer.modules() if isinstance(layer, kinds)]
-    hooks = [layer.register_forward_hook(record) for layer in linears]
-    try:
+    with ExitStack() as hooks:
+        for layer in linears:
+            hooks.enter_context(layer.register_forward_hook(record))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-class _AttentionRecorder(TorchFunctionMode):
+class _AttentionRecorder(AttentionCalls):
     """Records attention calls. They save what a fused kernel saves; torch's own on "meta" is not fused."""
 
     def __init__(self, forward: _Forward) -> None:
         super().__init__()
         self._forward = forward
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        named = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
-        query_BHTD, key_BHTD = named["query"], named["key"]
-        self._forward.hidden = max(self._forward.hidden, query_BHTD.shape[1] * query_BHTD.shape[3])
-        self._forward.attention.append((query_BHTD.shape[2], key_BHTD.shape[2]))
-        return _FusedAttention.apply(query_BHTD, key_BHTD, named["value"])  # type: ignore[no-untyped-call]
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *further: Any, **named: Any) -> Tensor:
+        self._forward.hidden = max(self._forward.hidden, query.shape[1] * query.shape[3])
+        self._forward.attention.append((query.shape[2], key.shape[2]))
+        output: Tensor = _FusedAttention.apply(query, key, value)  # type: ignore[no-untyped-call]
+        return output
 
 
 class _FusedAttention(torch.autograd.Function):
@@ -346,12 +334,9 @@ def _counting_saved(model: PipelineModel, forward: _Forward) -> Iterator[None]:
             forward.saved_bytes += storage.nbytes()
         return tensor
 
-    blocks = repeated_blocks(model.transformer)
-    hooks = [block.register_forward_pre_hook(enter) for block in blocks]
-    hooks += [block.register_forward_hook(leave) for block in blocks]
-    try:
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks:
+        for block in repeated_blocks(model.transformer):
+            hooks.enter_context(block.register_forward_pre_hook(enter))
+            hooks.enter_context(block.register_forward_hook(leave))
+        hooks.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
+        yield

@@ -25,13 +25,10 @@ RULES = {
         tall golden grass; in a misty valley; on a rocky hillside; in a quiet garden
         """
     ),
-    "flyer": (
-        "an eagle",
-        "a white owl",
-        "a seagull",
-        "a flock of starlings",
-        "a hot-air balloon",
-        "a paper plane",
+    "flyer": listed(
+        """
+        an eagle; a white owl; a seagull; a flock of starlings; a hot-air balloon; a paper plane
+        """
     ),
     "flyer_motion": listed(
         """

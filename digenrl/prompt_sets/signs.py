@@ -123,133 +123,83 @@ WORDS = {
 }
 
 TEXTS = {
-    "shop_name": (
-        "[surname]'s [Shop]",
-        "[first_name]'s [Shop]",
-        "The [Adjective] [Animal]",
-        "[Adjective] [Thing] [Shop]",
-        "[Animal] & [Animal]",
-        "[tree] [way] [Shop]",
-        "[town] [Shop]",
-        "[surname] & [surname]",
+    "shop_name": listed(
+        """
+        [surname]'s [Shop]; [first_name]'s [Shop]; The [Adjective] [Animal]; [Adjective] [Thing] [Shop];
+        [Animal] & [Animal]; [tree] [way] [Shop]; [town] [Shop]; [surname] & [surname]
+        """
     ),
-    "shop_notice": (
-        "Open until [6-11] pm",
-        "Closed on [weekday]",
-        "Back at [1-12]:30",
-        "Summer Sale [10-70]%",
-        "Now hiring",
-        "Fresh [dish]",
-        "New: [drink]",
-        "[weekday] is [sport] night",
-        "Last day: [month] [1-28]",
+    "shop_notice": listed(
+        """
+        Open until [6-11] pm; Closed on [weekday]; Back at [1-12]:30; Summer Sale [10-70]%; Now hiring;
+        Fresh [dish]; New: [drink]; [weekday] is [sport] night; Last day: [month] [1-28]
+        """
     ),
-    "road_sign": (
-        "[town] [2-99] km",
-        "Exit [1-99]",
-        "[tree] [way]",
-        "Speed limit [2-9]0",
-        "Bridge closed",
-        "[ANIMAL] CROSSING",
-        "Detour to [town]",
-        "Welcome to [town]",
-        "Route [10-99] north",
-        "[town] next left",
-        "Slow: [animals] ahead",
+    "road_sign": listed(
+        """
+        [town] [2-99] km; Exit [1-99]; [tree] [way]; Speed limit [2-9]0; Bridge closed; [ANIMAL] CROSSING;
+        Detour to [town]; Welcome to [town]; Route [10-99] north; [town] next left; Slow: [animals] ahead
+        """
     ),
     "plate": ("[letters][letters][letters] [100-999]", "[10-99] [letters][letters] [10-99]", "[ANIMAL] [1-99]"),
     "destination": ("[2-99] [town]", "[town] Express", "[1-80] [tree] [way]", "Platform [1-24]", "Not in service"),
     "price": ("$[1-19].[10-99]", "2 for $[3-15]", "[fruit] $[1-9]", "Only $[2-49]", "Buy [2-4] get 1 free"),
-    "menu": (
-        "Today: [dish]",
-        "[Dish] $[5-19]",
-        "Soup of the day: [vegetable]",
-        "[Drink] $[2-8]",
-        "Try our [dish]",
-        "[weekday]: [dish]",
+    "menu": listed(
+        """
+        Today: [dish]; [Dish] $[5-19]; Soup of the day: [vegetable]; [Drink] $[2-8]; Try our [dish];
+        [weekday]: [dish]
+        """
     ),
-    "product": (
-        "[surname]'s [Fruit] Jam",
-        "[town] Honey",
-        "[Adjective] [Animal] [Drink]",
-        "[Fruit] [20-99]%",
-        "Organic [Fruit]",
-        "[tree] [Fruit] Soap",
-        "[Adjective] [Thing] No. [1-99]",
+    "product": listed(
+        """
+        [surname]'s [Fruit] Jam; [town] Honey; [Adjective] [Animal] [Drink]; [Fruit] [20-99]%; Organic [Fruit];
+        [tree] [Fruit] Soap; [Adjective] [Thing] No. [1-99]
+        """
     ),
-    "title": (
-        "The [Adjective] [Thing]",
-        "The [Thing] of [town]",
-        "[Adjective] [Animals]",
-        "A [Thing] for [first_name]",
-        "[first_name] and the [Thing]",
-        "The Last [Thing]",
-        "Letters from [town]",
-        "How to Draw [a Animal]",
-        "[surname]'s [Thing]",
+    "title": listed(
+        """
+        The [Adjective] [Thing]; The [Thing] of [town]; [Adjective] [Animals]; A [Thing] for [first_name];
+        [first_name] and the [Thing]; The Last [Thing]; Letters from [town]; How to Draw [a Animal];
+        [surname]'s [Thing]
+        """
     ),
-    "slogan": (
-        "[Virtue] every [weekday]",
-        "[VIRTUE]",
-        "[Virtue], then [virtue]",
-        "Team [Animal]",
-        "[ADJECTIVE] [ANIMAL]",
-        "I love [town]",
-        "Save the [animals]",
-        "[town] [Sport] Club",
-        "Class of [2001-2039]",
+    "slogan": listed(
+        """
+        [Virtue] every [weekday]; [VIRTUE]; [Virtue], then [virtue]; Team [Animal]; [ADJECTIVE] [ANIMAL];
+        I love [town]; Save the [animals]; [town] [Sport] Club; Class of [2001-2039]
+        """
     ),
-    "greeting": (
-        "Happy Birthday [first_name]",
-        "Congrats [first_name]",
-        "[first_name] is [2-99]",
-        "[first_name] & [first_name]",
-        "Welcome home [first_name]",
-        "Get well, [first_name]",
-        "Thank you [first_name]",
-        "Good luck [first_name]",
+    "greeting": listed(
+        """
+        Happy Birthday [first_name]; Congrats [first_name]; [first_name] is [2-99]; [first_name] & [first_name];
+        Welcome home [first_name]; Get well, [first_name]; Thank you [first_name]; Good luck [first_name]
+        """
     ),
-    "event": (
-        "[town] Jazz Festival",
-        "[month] [1-28]: open day",
-        "[Adjective] [Animal] live",
-        "[Sport] Cup [2001-2039]",
-        "Lost: [adjective] [animal]",
-        "[weekday] market",
-        "Vote [first_name] [surname]",
-        "The [Thing] Museum",
+    "event": listed(
+        """
+        [town] Jazz Festival; [month] [1-28]: open day; [Adjective] [Animal] live; [Sport] Cup [2001-2039];
+        Lost: [adjective] [animal]; [weekday] market; Vote [first_name] [surname]; The [Thing] Museum
+        """
     ),
-    "screen": (
-        "[1-12]:[10-59]",
-        "Battery [1-99]%",
-        "Gate [letters][1-48]",
-        "Loading [1-99]%",
-        "Level [1-60]",
-        "Flight [letters][letters] [100-999]",
-        "Score [1-20] to [1-20]",
-        "Password wrong",
-        "Hello [first_name]",
-        "[10-39]°C in [town]",
-        "Now playing: [adjective] [thing]",
+    "screen": listed(
+        """
+        [1-12]:[10-59]; Battery [1-99]%; Gate [letters][1-48]; Loading [1-99]%; Level [1-60];
+        Flight [letters][letters] [100-999]; Score [1-20] to [1-20]; Password wrong; Hello [first_name];
+        [10-39]°C in [town]; Now playing: [adjective] [thing]
+        """
     ),
-    "warning": (
-        "Beware of the [animal]",
-        "Do not feed the [animals]",
-        "Caution: hot [drink]",
-        "Wet paint",
-        "Keep gate [1-40] closed",
-        "Danger: [adjective] [animal]",
-        "No parking on [weekday]",
-        "Push to open",
-        "Mind the [thing]",
+    "warning": listed(
+        """
+        Beware of the [animal]; Do not feed the [animals]; Caution: hot [drink]; Wet paint;
+        Keep gate [1-40] closed; Danger: [adjective] [animal]; No parking on [weekday]; Push to open;
+        Mind the [thing]
+        """
     ),
-    "headline": (
-        "[Animal] found in [town]",
-        "[town] wins [Sport] Cup",
-        "Storm hits [town]",
-        "[surname] elected mayor",
-        "[town] bridge reopens",
-        "Rare [animal] returns",
+    "headline": listed(
+        """
+        [Animal] found in [town]; [town] wins [Sport] Cup; Storm hits [town]; [surname] elected mayor;
+        [town] bridge reopens; Rare [animal] returns
+        """
     ),
 }
 

@@ -26,7 +26,6 @@ def check_prompts(recipe: Recipe, *, may_be_absent: bool = False) -> list[str]:
 
 
 def held_out_prompts(recipe: Recipe) -> tuple[Prompt, ...]:
-    """The prompts of the recipe's evaluations."""
     evaluation = recipe.evaluation
     return () if evaluation is None else read_prompts(evaluation.prompts)[: evaluation.count]
 

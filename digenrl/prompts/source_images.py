@@ -69,7 +69,6 @@ def probe_image(height: int, width: int) -> Image.Image:
 
 
 def as_png(image: Image.Image) -> bytes:
-    """The image as the content of a PNG file."""
     file = BytesIO()
     image.save(file, format="PNG")
     return file.getvalue()

@@ -9,7 +9,7 @@ import httpx
 from pydantic import ValidationError
 from torch import Tensor
 
-from digenrl.config.reading import ConfigError
+from digenrl.config.reading import ConfigError, first_problem
 from digenrl.config.rewards.table import HttpSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
 from digenrl.rewards.serving.http_client import NoResponseError, make_client, post_with_retries
@@ -47,17 +47,17 @@ class HttpReward(Reward):
 
     def _ask(self, body: bytes, rows: slice) -> ScoreReply:
         """The reply for these rows. The samples of a RewardError are positions in the batch."""
-        response = self._post(body, rows)
+        try:
+            response = post_with_retries(self._client, self.settings, "/score", body, self._sleep)
+        except NoResponseError as error:
+            raise self._failed(str(error), rows) from None
         if response.status_code != httpx.codes.OK:
             raise self._refused(response, rows)
         try:
             reply = ScoreReply.model_validate_json(response.content)
         except ValidationError as error:
-            reason = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in reason["loc"]) or "the reply"
-            raise self._failed(
-                f"the reply of {self.settings.url} has no scores: {where}: {reason['msg']}", rows
-            ) from None
+            problem = first_problem(error, "the reply")
+            raise self._failed(f"the reply of {self.settings.url} has no scores: {problem}", rows) from None
         for numbers in (reply.values, *reply.parts.values()):
             if len(numbers) != rows.stop - rows.start:
                 raise self._failed(
@@ -65,12 +65,6 @@ class HttpReward(Reward):
                     rows,
                 )
         return reply
-
-    def _post(self, body: bytes, rows: slice) -> httpx.Response:
-        try:
-            return post_with_retries(self._client, self.settings, "/score", body, self._sleep)
-        except NoResponseError as error:
-            raise self._failed(str(error), rows) from None
 
     def _refused(self, response: httpx.Response, rows: slice) -> RewardError:
         try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from digenrl.config.rewards.judge import COST_PARTS, JudgeTemplate
 from digenrl.config.rewards.table import JudgeSettings, judge_template
 from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, Reward, RewardBatch, RewardError, as_pil, as_uint8
-from digenrl.rewards.parts.judge_answers import NoScoreError, answer_schema, read_reply, score_in
+from digenrl.rewards.parts.judge_answers import NoScoreError, Usage, answer_schema, read_reply, score_in
 from digenrl.rewards.parts.judge_cache import AnswerCache
 from digenrl.rewards.serving.http_client import backoff_s, make_client, retry_after_s
 from digenrl.rewards.serving.http_messages import encode_png
@@ -124,8 +124,9 @@ class JudgeReward(Reward):
             raise self._refused(response)
         try:
             reply = read_reply(response.content)
-            judged.prompt_tokens += reply.prompt_tokens
-            judged.completion_tokens += reply.completion_tokens
+            usage = reply.usage or Usage()
+            judged.prompt_tokens += usage.prompt_tokens or 0
+            judged.completion_tokens += usage.completion_tokens or 0
             answer = reply.answer()
             judged.score = score_in(answer, self.template.answer)
         except NoScoreError as error:

@@ -61,15 +61,11 @@ class OcrReward(FrameReward):
     def read(self, images: Sequence[Image.Image]) -> list[str]:
         """The text of each image, empty if there is none; lines in reading order, joined by spaces."""
         if self.detect:
-            return [self._detected(image) for image in images]
+            return [" ".join(self._engine(_as_bgr(self._upscaled(image))).txts or ()) for image in images]
         # No upscaling: the recogniser itself scales every image to its line height, bilinearly.
         lines = self._engine.recognize_txt([_as_bgr(image) for image in images])
         read = zip(lines.txts, lines.scores, strict=True)
         return [text if confidence >= LEAST_CONFIDENCE else "" for text, confidence in read]
-
-    def _detected(self, image: Image.Image) -> str:
-        """All lines of text that are detected in an image."""
-        return " ".join(self._engine(_as_bgr(self._upscaled(image))).txts or ())
 
     def _upscaled(self, image: Image.Image) -> Image.Image:
         """Bilinear: text of 8 to 14 pixels is recognised better than without scaling or with a sharper filter."""

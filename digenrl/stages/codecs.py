@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -28,9 +30,7 @@ def encode(values: Tensor, codec: Codec) -> Tensor:
 
 def decode(payload: Tensor, shape: tuple[int, ...], dtype: torch.dtype, codec: Codec) -> Tensor:
     """The values of a payload; raises ValueError if its length does not fit."""
-    count = 1
-    for side in shape:
-        count *= side
+    count = prod(shape)
     plain = codec.name == "none" or not dtype.is_floating_point
     used = Codec() if plain else codec
     expected = used.payload_bytes(count, dtype.itemsize)

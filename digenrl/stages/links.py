@@ -33,7 +33,6 @@ class LinkSettings:
     bytes_per_s: float | None = None
 
     def pace(self) -> PacedLink | None:
-        """Of one direction."""
         return None if self.bytes_per_s is None else PacedLink(self.bytes_per_s)
 
 
@@ -74,12 +73,10 @@ class StageLinks:
 
     @property
     def is_first(self) -> bool:
-        """Whether no stage is before this one."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether no stage is after this one."""
         return self.index == self.count - 1
 
     @property
@@ -159,19 +156,13 @@ class StageLinks:
         peer = link + 1 if before else link
         forward = Wire(f"stage {link} -> stage {link + 1}", up, peer, settings.deadline_s)
         backward = Wire(f"stage {link + 1} -> stage {link}", down, peer, settings.deadline_s)
+        sending: Direction = "forward" if before else "backward"
+        arriving: Direction = "backward" if before else "forward"
+        out, back = (forward, backward) if before else (backward, forward)
+        codec = settings.codecs.activations if before else settings.codecs.gradients
         report: Callable[[LinkError], None] = self._arrived.put
-        if before:
-            self._senders["forward"] = Sender(
-                forward, self.device, settings.codecs.activations, settings.pace(), report
-            )
-            self._receivers["backward"] = Receiver(
-                backward, self.device, partial(self._deliver, "backward"), report
-            )
-        else:
-            self._senders["backward"] = Sender(
-                backward, self.device, settings.codecs.gradients, settings.pace(), report
-            )
-            self._receivers["forward"] = Receiver(forward, self.device, partial(self._deliver, "forward"), report)
+        self._senders[sending] = Sender(out, self.device, codec, settings.pace(), report)
+        self._receivers[arriving] = Receiver(back, self.device, partial(self._deliver, arriving), report)
 
     def _deliver(self, direction: Direction, index: int, states: States) -> None:
         self._arrived.put(Arrival(direction, index, states))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from digenrl.stages.codec_choice import Codec
@@ -53,6 +54,17 @@ def unpack(packed: Packed, device: torch.device) -> States:
         value = decode(payload, tuple(entry["shape"]), DTYPES[entry["dtype"]], codec)
         states.append(value.requires_grad_(entry["requires_grad"]))
     return tuple(states)
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks, in rank order; a value is anything that JSON can represent. A collective."""
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(own)]))
+    longest = max(int(size) for size in sizes)
+    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(texts, torch.cat([own, torch.zeros(longest - len(own), dtype=torch.uint8)]))
+    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]
 
 
 def _described(value: Tensor, payload: Tensor, codec: Codec) -> dict[str, Any]:

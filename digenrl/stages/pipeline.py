@@ -147,15 +147,11 @@ def _backward(outputs: States, gradients: States) -> None:
 
 
 def _loss(outputs: States) -> Tensor:
-    loss = _only(outputs)
+    assert len(outputs) == 1 and outputs[0] is not None, "the last stage returns a single tensor"
+    loss = outputs[0]
     if loss.requires_grad:
         loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
-
-
-def _only(outputs: States) -> Tensor:
-    assert len(outputs) == 1 and outputs[0] is not None, "the last stage returns a single tensor"
-    return outputs[0]
 
 
 def _gradient(state: Tensor | None) -> Tensor | None:

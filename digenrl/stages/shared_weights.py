@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from digenrl.stages.messages import gathered
 
 
 class SharedWeights:
@@ -17,7 +17,7 @@ class SharedWeights:
     """
 
     def __init__(self, names: Mapping[str, object] | list[str]) -> None:
-        held = [set(each) for each in _gathered(sorted(names))]
+        held = [set(each) for each in gathered(sorted(names))]
         holders = {
             name: tuple(rank for rank, own in enumerate(held) if name in own)
             for name in sorted(set().union(*held))
@@ -39,13 +39,3 @@ class SharedWeights:
             whole = value.detach().to("cpu", copy=True).contiguous()
             dist.all_reduce(whole, group=group)
             value.copy_(whole)
-
-
-def _gathered(names: list[str]) -> list[list[str]]:
-    own = torch.frombuffer(bytearray(json.dumps(names).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(own)]))
-    longest = max(int(size) for size in sizes)
-    texts = [torch.zeros(longest, dtype=torch.uint8) for _ in sizes]
-    dist.all_gather(texts, torch.cat([own, torch.zeros(longest - len(own), dtype=torch.uint8)]))
-    return [json.loads(bytes(text[: int(size)].tolist())) for text, size in zip(texts, sizes, strict=True)]

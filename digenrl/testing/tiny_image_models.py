@@ -33,8 +33,9 @@ from diffusers import (
 )
 from transformers import Qwen2VLImageProcessorPil, Qwen3ForCausalLM, Qwen3Model
 
-from digenrl.models.families import flux, flux2_klein, qwen_image, sd3, sd15, z_image
+from digenrl.models.families import flux, flux2_klein, qwen_image, sd3, sd15, sdxl, z_image
 from digenrl.models.families.parts.qwen_stream import QwenImage21Pipeline
+from digenrl.models.family import Component
 from digenrl.models.loading.pipelines import pipeline_without
 from digenrl.testing.tiny_text_encoders import (
     tiny_clip,
@@ -70,7 +71,7 @@ def tiny_sd3(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> StableDiff
             qk_norm="rms_norm",
         ),
         scheduler=sd3.SCHEDULER.build(),
-        vae=tiny_image_vae(scaling_factor=1.5305, shift_factor=0.0609),
+        vae=tiny_vae(sd3.SD3.vae),
         text_encoder=tiny_clip_with_projection(clip_tokenizer, width=16),
         tokenizer=clip_tokenizer,
         text_encoder_2=tiny_clip_with_projection(clip_tokenizer, width=16),
@@ -102,7 +103,7 @@ def tiny_flux(clip_tokenizer: Any = None, t5_tokenizer: Any = None) -> FluxPipel
             axes_dims_rope=(2, 2, 4),
         ),
         scheduler=flux.SCHEDULER.build(),
-        vae=tiny_image_vae(scaling_factor=0.3611, shift_factor=0.1159),
+        vae=tiny_vae(flux.FLUX.vae),
         text_encoder=tiny_clip(clip_tokenizer, width=16),
         tokenizer=clip_tokenizer,
         text_encoder_2=tiny_t5(t5_tokenizer, width=32),
@@ -201,7 +202,7 @@ def tiny_z_image(tokenizer: Any = None) -> ZImagePipeline:
     return ZImagePipeline(
         transformer=transformer,
         scheduler=z_image.SCHEDULER.build(),
-        vae=tiny_image_vae(scaling_factor=0.3611, shift_factor=0.1159),
+        vae=tiny_vae(z_image.Z_IMAGE.vae),
         text_encoder=Qwen3Model(tiny_qwen3_config(tokenizer, width=16, layers=2)).eval(),
         tokenizer=tokenizer,
     )
@@ -212,7 +213,7 @@ def tiny_sd15(tokenizer: Any = None) -> StableDiffusionPipeline:
     return StableDiffusionPipeline(
         unet=_unet(cross_attention_dim=16),
         scheduler=sd15.SCHEDULER.build(),
-        vae=_unet_vae(scaling_factor=0.18215),
+        vae=tiny_vae(sd15.SD15.vae),
         text_encoder=tiny_clip(tokenizer, width=16),
         tokenizer=tokenizer,
         safety_checker=None,
@@ -232,7 +233,7 @@ def tiny_sdxl(tokenizer: Any = None) -> StableDiffusionXLPipeline:
             use_linear_projection=True,
         ),
         scheduler=sd15.SCHEDULER.build(),
-        vae=_unet_vae(scaling_factor=0.13025),
+        vae=tiny_vae(sdxl.SDXL.vae),
         text_encoder=tiny_clip(tokenizer, width=16),
         tokenizer=tokenizer,
         text_encoder_2=tiny_clip_with_projection(tokenizer, width=16, projected=1280),
@@ -254,23 +255,7 @@ def _unet(**arguments: Any) -> UNet2DConditionModel:
     )
 
 
-def _unet_vae(scaling_factor: float) -> AutoencoderKL:
-    shape = {"block_out_channels": (4, 4, 4, 8), "layers_per_block": 1, "norm_num_groups": 2}
-    return AutoencoderKL(**(sd15.VAE_SHAPE | shape), scaling_factor=scaling_factor, force_upcast=False)
-
-
-def tiny_image_vae(scaling_factor: float, shift_factor: float) -> AutoencoderKL:
-    """16 latent channels and 8 pixels per latent, as SD3 and FLUX have."""
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(4, 4, 4, 8),
-        layers_per_block=1,
-        norm_num_groups=2,
-        latent_channels=16,
-        scaling_factor=scaling_factor,
-        shift_factor=shift_factor,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        force_upcast=False,
-    )
+def tiny_vae(published: Component) -> AutoencoderKL:
+    """The published VAE with fewer channels and layers."""
+    shape = {"block_out_channels": (4, 4, 4, 8), "layers_per_block": 1, "norm_num_groups": 2, "sample_size": 32}
+    return AutoencoderKL(**{**published.arguments, **shape}, force_upcast=False)

@@ -168,11 +168,8 @@ def tiny_umt5(tokenizer: Any, width: int) -> UMT5EncoderModel:
 def tiny_llama(tokenizer: Any, width: int) -> LlamaModel:
     """A Llama with this hidden size. The pipeline reads the third layer from the end, so it has three."""
     config = LlamaConfig(
+        **sizes(width, layers=3),
         vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=3,
-        num_attention_heads=2,
         rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -198,12 +195,9 @@ def tiny_mistral_tokenizer() -> Any:
 def tiny_mistral3(tokenizer: Any, width: int, layers: int) -> Mistral3ForConditionalGeneration:
     """Mistral 3 with this hidden size and a minimal vision tower, which is never used."""
     text = {
+        **sizes(width, layers),
         "model_type": "mistral",
         "vocab_size": len(tokenizer),
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "head_dim": width // 2,
     }
@@ -226,11 +220,8 @@ def tiny_byt5(width: int) -> T5EncoderModel:
 def tiny_qwen3_config(tokenizer: Any, width: int, layers: int) -> Qwen3Config:
     """The configuration of a Qwen3 with this hidden size."""
     return Qwen3Config(
+        **sizes(width, layers),
         vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=2 * width,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
         num_key_value_heads=2,
         head_dim=width // 2,
         bos_token_id=tokenizer.eos_token_id,
@@ -238,14 +229,21 @@ def tiny_qwen3_config(tokenizer: Any, width: int, layers: int) -> Qwen3Config:
     )
 
 
+def sizes(width: int, layers: int = 2) -> dict[str, int]:
+    """The sizes of a transformer, as most of transformers' configurations name them."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+    }
+
+
 def _clip_config(tokenizer: Any, width: int) -> CLIPTextConfig:
     return CLIPTextConfig(
+        **sizes(width),
         vocab_size=len(tokenizer),
-        hidden_size=width,
-        intermediate_size=2 * width,
         projection_dim=width,
-        num_hidden_layers=2,
-        num_attention_heads=2,
         max_position_embeddings=tokenizer.model_max_length,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,

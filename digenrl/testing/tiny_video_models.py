@@ -40,15 +40,10 @@ from digenrl.testing.tiny_text_encoders import (
     tiny_t5_tokenizer,
     tiny_umt5,
 )
-from digenrl.testing.tiny_vision_encoders import (
-    tiny_gemma3,
-    tiny_qwen_text_encoder,
-    tiny_siglip_vision,
-)
+from digenrl.testing.tiny_vision_encoders import tiny_gemma3, tiny_qwen_text_encoder, tiny_siglip_vision
 
 
 def tiny_wan(tokenizer: Any = None) -> WanPipeline:
-    """Wan2.1."""
     tokenizer = tokenizer or tiny_t5_tokenizer()
     return WanPipeline(
         transformer=WanTransformer3DModel(
@@ -75,7 +70,6 @@ def tiny_wan_i2v(tokenizer: Any = None) -> WanImageToVideoPipeline:
 
 
 def tiny_hunyuan_video(tokenizer: Any = None, clip_tokenizer: Any = None) -> HunyuanVideoPipeline:
-    """HunyuanVideo."""
     tokenizer = tokenizer or tiny_llama_tokenizer()
     # The pipeline pads to 77 tokens, whatever the tokenizer says.
     clip_tokenizer = clip_tokenizer or tiny_clip_tokenizer(length=77)

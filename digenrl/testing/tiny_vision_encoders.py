@@ -17,7 +17,7 @@ from transformers import (
     SiglipVisionModel,
 )
 
-from digenrl.testing.tiny_text_encoders import VISION_TOKENS
+from digenrl.testing.tiny_text_encoders import VISION_TOKENS, sizes
 
 
 def tiny_clip_vision(width: int, image_size: int, patch_size: int) -> CLIPVisionModel:
@@ -50,11 +50,8 @@ def tiny_qwen3_vl(tokenizer: Any, width: int) -> Qwen3VLForConditionalGeneration
 def tiny_gemma3(tokenizer: Any, width: int) -> Gemma3ForConditionalGeneration:
     """Gemma 3 with this hidden size, two layers and a minimal vision tower, which is never used."""
     text = {
+        **sizes(width),
         "vocab_size": len(tokenizer),
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": width // 2,
         "query_pre_attn_scalar": width // 2,
@@ -65,24 +62,14 @@ def tiny_gemma3(tokenizer: Any, width: int) -> Gemma3ForConditionalGeneration:
 
 
 def _shape(width: int, image_size: int, patch_size: int) -> dict[str, int]:
-    return {
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": image_size,
-        "patch_size": patch_size,
-    }
+    return {**sizes(width), "image_size": image_size, "patch_size": patch_size}
 
 
 def _qwen_text(tokenizer: Any, width: int, layers: int) -> dict[str, Any]:
     third = width // 4 // 3
     return {
+        **sizes(width, layers),
         "vocab_size": len(tokenizer),
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "rope_parameters": {
             "rope_type": "default",

@@ -54,7 +54,6 @@ class GroupEntry:
 
     @property
     def has_spread(self) -> bool:
-        """Whether the group's rewards differ."""
         return any(self.advantages.values)
 
 

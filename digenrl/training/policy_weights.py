@@ -73,7 +73,6 @@ class Snapshot:
                 self.values[name].lerp_(parameter, 1 - decay)
 
     def load(self, values: Tensors) -> None:
-        """Overwrites the values."""
         for name, value in self.values.items():
             value.copy_(values[name])
 
@@ -109,7 +108,6 @@ class PolicyWeights:
         self._reference_snapshot = self.snapshot() if frozen_copy else None
 
     def snapshot(self) -> Snapshot:
-        """A copy of the current trained weights."""
         return Snapshot(self.parameters, in_place=self.sharded)
 
     def generating(self) -> AbstractContextManager[None]:

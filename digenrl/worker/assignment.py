@@ -90,7 +90,6 @@ class Workers:
 
     @property
     def encoder_name(self) -> str:
-        """The worker that encodes prompts."""
         return TRAINER if self.encoder is None else ENCODER
 
     @property

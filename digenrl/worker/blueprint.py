@@ -14,7 +14,6 @@ from safetensors import SafetensorError
 from torch import nn
 
 from digenrl import demo
-from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.reading import ConfigError, errors_about, one_line
@@ -30,12 +29,12 @@ from digenrl.models.contract import DiffusionModel, SampleSize, Schedule, TextEn
 from digenrl.models.experts import Experts
 from digenrl.models.family import Component, Family
 from digenrl.models.loading.base_weights import files_fingerprint
-from digenrl.models.loading.offloaded_text_encoder import OffloadedTextEncoder
-from digenrl.models.loading.parked import ParkedModel
+from digenrl.models.loading.parked import OffloadedTextEncoder, ParkedModel
 from digenrl.models.loading.random_text_encoder import RandomTextEncoder
 from digenrl.models.loading.single_file import COMPONENT
 from digenrl.models.loading.sources import ModelSource, check_class, check_source, weight_files
 from digenrl.models.loading.staged_loading import load_stage
+from digenrl.models.objective import Objective
 from digenrl.models.parallel.context_parallel import check_ranks, divide_tokens
 from digenrl.models.parallel.staged_blocks import keep_blocks
 from digenrl.models.parallel.token_exchange import TokenExchange
@@ -63,7 +62,7 @@ class Blueprint:
 
     recipe: Recipe
     family: Family
-    algorithm: Algorithm
+    algorithm: Objective
     window: Window
     noise: StepNoise
     size: SampleSize
@@ -152,7 +151,7 @@ def read_blueprint(recipe: Recipe, trains: bool = True) -> Blueprint:
     )
 
 
-def _training(recipe: Recipe, family: Family) -> tuple[Algorithm, Window]:
+def _training(recipe: Recipe, family: Family) -> tuple[Objective, Window]:
     """The algorithm and the window; raises ConfigError for settings that do not suit them."""
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
     window = recipe.window
@@ -190,7 +189,7 @@ def batch_shape(recipe: Recipe) -> BatchShape:
     return BatchShape(prompts, recipe.batch.samples_per_prompt, stale_groups(recipe.techniques.tcss, prompts))
 
 
-def _check_noise(recipe: Recipe, window: Window, algorithm: Algorithm) -> None:
+def _check_noise(recipe: Recipe, window: Window, algorithm: Objective) -> None:
     if recipe.sample.last_step_noise and not window.covers_all_steps:
         raise ConfigError(
             f"sample.last_step_noise: true, but steps outside a window of kind '{window.kind}' have no noise; "
@@ -214,7 +213,7 @@ def _check_noise(recipe: Recipe, window: Window, algorithm: Algorithm) -> None:
         )
 
 
-def _check_sampler(recipe: Recipe, algorithm: Algorithm) -> None:
+def _check_sampler(recipe: Recipe, algorithm: Objective) -> None:
     """A ratio between two precisions is not 1 before the first update, and recomputing it hides the difference."""
     if recipe.sample.precision is not None and not algorithm.settings.corrects_precision:
         raise ConfigError(
@@ -224,7 +223,7 @@ def _check_sampler(recipe: Recipe, algorithm: Algorithm) -> None:
         )
 
 
-def _check_pairs(recipe: Recipe, family: Family, algorithm: Algorithm) -> None:
+def _check_pairs(recipe: Recipe, family: Family, algorithm: Objective) -> None:
     where = "prompts.pair_columns"
     if not recipe.trains_on_pairs:
         return

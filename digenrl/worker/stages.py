@@ -345,7 +345,6 @@ class Stages:
 
     @property
     def trainer(self) -> Trainer:
-        """The trainer, in a worker that trains."""
         assert self.parts.trainer is not None
         return self.parts.trainer
 
@@ -384,7 +383,8 @@ class Stages:
         """
         reward = (self.parts.held_out_reward if held_out else None) or self.parts.reward
         assert reward is not None
-        sources = {prompt.row: self._sources(prompt) for prompt in edited_prompts(prompts)}
+        rows = [prompt.row for prompt in edited_prompts(prompts)]
+        sources = {row: images_of(self._exchange.get(row), SOURCE) for row in rows}
         metadata = [
             {
                 **prompt.metadata,
@@ -428,10 +428,6 @@ class Stages:
     def row(self, prompt: PromptRow) -> Conditioning:
         """The encoded prompt, on this worker's device."""
         return conditioning_of(self._exchange.get(prompt.row)).to(self.model.device)
-
-    def _sources(self, prompt: PromptRow) -> tuple[Tensor, ...]:
-        """The prompt's source images as they were encoded, each of shape (3, H, W)."""
-        return images_of(self._exchange.get(prompt.row), SOURCE)
 
     def _open_update(self, job: Train) -> None:
         """Gets the weights of the job's update, if another one is open here."""

@@ -7,13 +7,13 @@ from functools import cache
 import pytest
 from torch import nn
 
-from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.commands.support.model_memory import memory_needs
 from digenrl.config.recipes.files import read_recipe, shipped_recipes
 from digenrl.config.recipes.recipe import LaneSettings, Recipe
 from digenrl.generation.windows import choose_steps
 from digenrl.models.adapters.lora import target_layers
+from digenrl.models.objective import Objective
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.prompts.sources import read_prompts
 from digenrl.records import SampleId
@@ -32,7 +32,7 @@ def shipped(name: str) -> Recipe:
     return read_recipe(name)
 
 
-def algorithm_of(recipe: Recipe) -> Algorithm:
+def algorithm_of(recipe: Recipe) -> Objective:
     return build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
 
 

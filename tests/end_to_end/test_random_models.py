@@ -25,7 +25,7 @@ from digenrl.models.passes.compiled import compile_blocks
 from digenrl.models.registry import FAMILIES
 from digenrl.run_folder.folder import Status
 from digenrl.run_folder.lines import read_lines
-from digenrl.testing.tiny_image_models import tiny_image_vae
+from digenrl.testing.tiny_image_models import tiny_vae
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
 
 SIZE = FullSize(
@@ -49,7 +49,7 @@ SIZE = FullSize(
 
 @pytest.fixture(autouse=True)
 def tiny_published_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    vae = Component(tiny_image_vae, {"scaling_factor": 1.5, "shift_factor": 0.1})
+    vae = Component(tiny_vae, {"published": FAMILIES["sd3"].vae})
     family = replace(FAMILIES["sd3"], sizes={"tiny": SIZE, "tinier": SIZE}, vae=vae)
     monkeypatch.setitem(FAMILIES, "sd3", family)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # a run sets it for its workers

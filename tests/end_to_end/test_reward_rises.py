@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from scored_groups import DRAW_NOISE, RUN_SEED
 
-from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.recipes.training import TrainerSettings
 from digenrl.generation.rollout import RolloutSettings, decode_slice, generate_slice
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import Conditioning, DiffusionModel
+from digenrl.models.objective import Objective
 from digenrl.models.registry import FAMILIES
 from digenrl.models.trajectory import ScoredGroup, StepNoise
 from digenrl.records import Slice
@@ -39,7 +39,7 @@ PROMPTS = ["a red door", "a lake at dawn", "three green apples", "snow on a roof
 class Recipe:
     """What one algorithm is tried with: small, but enough for it to learn."""
 
-    algorithm: Algorithm
+    algorithm: Objective
     noise: StepNoise
     denoising_steps: int
     group_size: int

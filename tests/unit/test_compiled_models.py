@@ -16,12 +16,12 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.exc import BackendCompilerFailed
 
-from digenrl.algorithms.contract import Algorithm
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.recipes.training import TrainerSettings
 from digenrl.models.adapters.lora import add_lora
 from digenrl.models.blocks import block_kind, repeated_blocks
 from digenrl.models.contract import DiffusionModel
+from digenrl.models.objective import Objective
 from digenrl.models.passes.compiled import compile_blocks, is_compiled
 from digenrl.models.passes.cuda_graphs import GraphedForwards
 from digenrl.models.registry import FAMILIES
@@ -68,7 +68,7 @@ def adapted(family: str) -> DiffusionModel:
     return model
 
 
-def group_of(model: DiffusionModel, algorithm: Algorithm, rollout: Rollout, number: int) -> ScoredGroup:
+def group_of(model: DiffusionModel, algorithm: Objective, rollout: Rollout, number: int) -> ScoredGroup:
     made = trajectories_of(model, algorithm, rollout, number)
     return ScoredGroup(model.encode([f"prompt {number}"]), made, REWARDS)
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from digenrl.models.loading.offloaded_text_encoder import OffloadedTextEncoder
-from digenrl.models.loading.parked import ParkedWeights
+from digenrl.models.loading.parked import OffloadedTextEncoder, ParkedWeights
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_models import make_tiny_pipeline
 

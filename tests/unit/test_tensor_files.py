@@ -10,12 +10,12 @@ from scored_groups import RUN_SEED, Rollout, lively, toy, trajectories_of
 from tiny_pipelines import tiny_folder
 from torch import Tensor
 
-from digenrl.algorithms.contract import Algorithm
 from digenrl.config.recipes.windows import read_window
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.generation.windows import plan_rollouts
 from digenrl.models.contract import Conditioning
+from digenrl.models.objective import Objective
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.models.trajectory import Trajectory
 from digenrl.worker import tensor_files
@@ -64,7 +64,7 @@ def round_trip(
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_trajectories_are_bitwise_the_same_after_a_round_trip(
-    window: str, algorithm: Algorithm, tmp_path: Path
+    window: str, algorithm: Objective, tmp_path: Path
 ) -> None:
     rollout = Rollout(steps=8, version=3)
     made = trajectories_of(toy(torch.float32), algorithm, rollout, group=2, window=WINDOWS[window])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ from shared_training import (
     without_first_sample,
 )
 
-from digenrl.training.gradients.share import share_as_tensors, share_of_tensors, without_tensors
+from digenrl.training.gradients.share import share_as_tensors, share_of_tensors
 
 CASES = [
     SharedCase("flow_grpo"),  # the batch's scale with samples beyond the clamp, and a reference
@@ -112,7 +111,7 @@ def test_a_share_survives_the_exchange_in_every_bit():
     _, _, share = shared_jobs()
     sent = share_as_tensors(share)
     back = share_of_tensors(sent)
-    assert same(sent, share_as_tensors(back)) and json.loads(json.dumps(without_tensors(share)))
+    assert same(sent, share_as_tensors(back))
     assert (back.batch, back.update, back.steps, back.bound) == (0, 0, 2, share.bound)
     assert [(job.place, job.first) for job in back.jobs] == [(0, 0), (2, 2)] and back.job_samples == 2
     assert {value.dtype for value in (*back.unscaled.values(), *back.final.values())} == {torch.int64}

@@ -159,7 +159,6 @@ def _allocate_adapters(transformer: nn.Module, device: torch.device | str) -> No
 
 
 def lora_config(rank: int, alpha: float, targets: Targets) -> LoraConfig:
-    """peft's configuration of the adapters."""
     return LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets if isinstance(targets, str) else [*targets])
 
 
@@ -204,7 +203,6 @@ def layer_kind(path: str) -> str:
 
 
 def has_lora(model: DiffusionModel) -> bool:
-    """Whether the model has LoRA adapters."""
     return any(isinstance(module, BaseTunerLayer) for module in model.transformer.modules())
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from digenrl.config.reading import ConfigError
 from digenrl.models.adapters.lora import ADAPTER, Targets, adapter_parameters, lora_config
 from digenrl.models.contract import ComfyuiLayers, DiffusionModel
-from digenrl.models.experts import EXPERTS, LOW_NOISE, parts_of
+from digenrl.models.experts import EXPERTS, LOW_NOISE, of_part, parts_of
 
 FILE_NAME = "pytorch_lora_weights.safetensors"  # the name that diffusers looks for
 FILE_NAME_2 = "pytorch_lora_weights_2.safetensors"  # for a second transformer, loaded with load_into_transformer_2
@@ -61,14 +61,7 @@ class Adapters:
 
     def by_part(self) -> dict[str, Adapters]:
         """The adapters of each of two transformers by its component; of a single one under an empty name."""
-        found = {
-            part: {
-                layer.removeprefix(f"{part}."): pair
-                for layer, pair in self.pairs.items()
-                if layer.startswith(f"{part}.")
-            }
-            for part in EXPERTS["both"]
-        }
+        found = {part: of_part(part, self.pairs) for part in EXPERTS["both"]}
         split = {part: Adapters(pairs, self.rank, self.targets) for part, pairs in found.items() if pairs}
         return split or {"": self}
 
@@ -81,7 +74,6 @@ def save_lora(model: DiffusionModel, directory: Path) -> None:
 
 
 def adapter_config(model: DiffusionModel) -> LoraConfig:
-    """peft's configuration of a model's adapters."""
     adapted = [part for part in parts_of(model.transformer).values() if hasattr(part, "peft_config")]
     return adapted[0].peft_config[ADAPTER]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,21 +12,14 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransfo
 from torch import Tensor
 
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.contract import Conditioning, SampleSize, Schedule, Text
 from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.parts.flux_attention import FluxAttention
-from digenrl.models.families.parts.helpers import (
-    JOINT_ATTENTION,
-    Text,
-    at_least_fp32,
-    refuse_negatives,
-    shift_from_tokens,
-    text_like,
-)
+from digenrl.models.families.parts.helpers import JOINT_ATTENTION, refuse_negatives, shift_from_tokens, text_like
 from digenrl.models.families.parts.image_vae import ImageVaeModel, image_vae
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.parallel.token_exchange import TokenShares
-from digenrl.models.pipeline_model import TextLength, schedule_of
+from digenrl.models.pipeline_model import TextLength, at_least_fp32, schedule_of
 
 TEXT_LENGTH = TextLength("tokenizer_2", default=512, most=512)  # of T5; the pipeline's default and limit
 
@@ -46,7 +40,6 @@ class FluxModel(ImageVaeModel):
         if self.transformer is not None:
             for block in repeated_blocks(self.transformer):
                 block.attn.set_processor(FluxAttention())  # type: ignore[union-attr,operator]
-        self._image_ids: dict[tuple[int, int, torch.device, torch.dtype], Tensor] = {}
 
     def own_arguments(self, arguments: Mapping[str, Any], shares: TokenShares) -> dict[str, Any]:
         """The rotary tables, of text and image together."""
@@ -94,7 +87,7 @@ class FluxModel(ImageVaeModel):
         """
         latents_BL = latents_BL.to(self.dtype)
         _, h, w = self.noise_shape(size)
-        image_ids = self._cached_image_ids(h // 2, w // 2, latents_BL.device, latents_BL.dtype)
+        image_ids = image_positions(h // 2, w // 2, latents_BL.device, latents_BL.dtype)
         return self._forward(latents_BL, timesteps_B, conditioning.positive, guidance, image_ids)
 
     def _forward(
@@ -116,13 +109,6 @@ class FluxModel(ImageVaeModel):
         )[0]
         return at_least_fp32(output)
 
-    def _cached_image_ids(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The position of each token. They are computed on the host, so they are computed once."""
-        key = (rows, columns, device, dtype)
-        if key not in self._image_ids:
-            self._image_ids[key] = self.pipeline._prepare_latent_image_ids(1, rows, columns, device, dtype)
-        return self._image_ids[key]
-
     @torch.no_grad()
     def encode_pixels(self, pixels_BFCHW: Tensor) -> Tensor:
         return self._packed(super().encode_pixels(pixels_BFCHW))
@@ -131,6 +117,13 @@ class FluxModel(ImageVaeModel):
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
         scale = self.pipeline.vae_scale_factor
         return super().decode(self.pipeline._unpack_latents(latents_BL, size.height, size.width, scale), size)
+
+
+@cache
+def image_positions(rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The position of each token. Computed once, on the host."""
+    positions: Tensor = FluxPipeline._prepare_latent_image_ids(1, rows, columns, device, dtype)
+    return positions
 
 
 SCHEDULER = Component(FlowMatchEulerDiscreteScheduler, {"shift": 3.0, "use_dynamic_shifting": True})

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.families.flux2_klein import FLUX2_KLEIN, SCHEDULER, TEXT_LENGTH, Flux2KleinModel
-from digenrl.models.families.parts.helpers import at_least_fp32, refuse_negatives
+from digenrl.models.families.parts.helpers import refuse_negatives
 from digenrl.models.family import Component, Family, FullSize
+from digenrl.models.pipeline_model import at_least_fp32
 
 
 class Flux2DevModel(Flux2KleinModel):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,10 @@ from diffusers import (
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor
 
-from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.contract import Conditioning, SampleSize, Schedule, Text
 from digenrl.models.families.parts.comfyui_layers import FLUX_2_LAYERS
 from digenrl.models.families.parts.helpers import (
     JOINT_ATTENTION,
-    Text,
-    guided_separately,
     image_latents,
     latent_height_width,
     pixels_of_images,
@@ -47,10 +45,6 @@ class Flux2KleinModel(TwoBranchModel):
     default_guidance = 4.0
     text_encoders = ("text_encoder",)
     text_length = TEXT_LENGTH
-
-    def __init__(self, pipeline: Any) -> None:
-        super().__init__(pipeline)
-        self._ids: dict[tuple[int, ...], Tensor] = {}
 
     def negative_arguments(self, negative_prompts: Sequence[str]) -> dict[str, Any]:
         """The pipeline takes encoded negative prompts only."""
@@ -83,13 +77,16 @@ class Flux2KleinModel(TwoBranchModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        """The branches are separate forwards, as in the diffusers pipeline."""
         guidance = 1.0 if self.pipeline.config.is_distilled else guidance
-        return guided_separately(partial(self._forward, latents_BL, timesteps_B), conditioning, guidance)
+        return super().velocity(latents_BL, timesteps_B, conditioning, guidance, size)
 
-    def _forward(
-        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, guidance: float | None = None
+    def branch(
+        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor], size: SampleSize
     ) -> Tensor:
+        return self._forward(latents_BL, timesteps_B, text, guidance=None)
+
+    def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, guidance: float | None) -> Tensor:
+        """The output of the transformer, which may take the guidance."""
         latents_BL = latents_BL.to(self.dtype)
         device, (h, w) = latents_BL.device, latents_BL.shape[2:]
         arguments = text_like(text, latents_BL)
@@ -99,20 +96,12 @@ class Flux2KleinModel(TwoBranchModel):
             hidden_states=latents_BL.flatten(2).transpose(1, 2),
             timestep=timesteps_B.to(device=device, dtype=latents_BL.dtype) / 1000,
             guidance=None if guidance is None else latents_BL.new_full([len(latents_BL)], guidance),
-            txt_ids=self._positions(device, 1, 1, text_BTD.shape[1]),
-            img_ids=self._positions(device, h, w, 1),
+            txt_ids=positions(device, 1, 1, text_BTD.shape[1]),
+            img_ids=positions(device, h, w, 1),
             return_dict=False,
             **arguments,
         )[0]
         return output_BSC.transpose(1, 2).reshape(len(output_BSC), -1, h, w)
-
-    def _positions(self, device: torch.device, rows: int, columns: int, tokens: int) -> Tensor:
-        """The position of every token: (image, row, column, place in the text). Computed once, on the host."""
-        key = (hash(device), rows, columns, tokens)
-        if key not in self._ids:
-            axes = [torch.arange(count) for count in (1, rows, columns, tokens)]
-            self._ids[key] = torch.cartesian_prod(*axes).to(device)
-        return self._ids[key]
 
     def pipeline_latents(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
         return self._unpacked(latents_BL)
@@ -141,6 +130,13 @@ class Flux2KleinModel(TwoBranchModel):
     @torch.no_grad()
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
         return pixels_of_images(self.vae.decode(self._unpacked(latents_BL), return_dict=False)[0])
+
+
+@cache
+def positions(device: torch.device, rows: int, columns: int, tokens: int) -> Tensor:
+    """The position of every token: (image, row, column, place in the text). Computed once, on the host."""
+    axes = [torch.arange(count) for count in (1, rows, columns, tokens)]
+    return torch.cartesian_prod(*axes).to(device)
 
 
 SCHEDULER = Component(FlowMatchEulerDiscreteScheduler, {"shift": 3.0, "use_dynamic_shifting": True})

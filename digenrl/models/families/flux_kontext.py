@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning, SampleSize
-from digenrl.models.families.flux import FLUX, FluxModel
+from digenrl.models.families.flux import FLUX, FluxModel, image_positions
 from digenrl.models.families.parts.helpers import source_name, vae_inputs
 from digenrl.models.family import SourceCount
 
@@ -61,18 +61,13 @@ class FluxKontextModel(FluxModel):
         source_BL = self._packed(source_BCHW)
         _, h, w = self.noise_shape(size)
         source_h, source_w = source_BCHW.shape[2:]
-        positions = [
-            self._cached_image_ids(h // 2, w // 2, latents_BL.device, self.dtype),
-            self._source_ids(source_h // 2, source_w // 2, latents_BL.device, self.dtype),
-        ]
+        own = image_positions(h // 2, w // 2, latents_BL.device, self.dtype)
+        other = image_positions(source_h // 2, source_w // 2, latents_BL.device, self.dtype).clone()
+        other[:, 0] = 1
+        positions = torch.cat([own, other])
         tokens_BL = torch.cat([latents_BL.to(self.dtype), source_BL], dim=1)
-        velocity_BL = self._forward(tokens_BL, timesteps_B, conditioning.positive, guidance, torch.cat(positions))
+        velocity_BL = self._forward(tokens_BL, timesteps_B, conditioning.positive, guidance, positions)
         return velocity_BL[:, : latents_BL.shape[1]]
-
-    def _source_ids(self, rows: int, columns: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-        ids = self._cached_image_ids(rows, columns, device, dtype).clone()
-        ids[:, 0] = 1
-        return ids
 
 
 FLUX_KONTEXT = replace(

@@ -18,15 +18,11 @@ from torch import Tensor
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.families.parts.comfyui_layers import HUNYUAN_VIDEO_LAYERS
-from digenrl.models.families.parts.helpers import (
-    at_least_fp32,
-    refuse_negatives,
-    text_like,
-)
+from digenrl.models.families.parts.helpers import refuse_negatives, text_like
 from digenrl.models.families.parts.hunyuan import HunyuanModel
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.parallel.token_exchange import TokenShares
-from digenrl.models.pipeline_model import TextLength
+from digenrl.models.pipeline_model import TextLength, at_least_fp32
 
 TEXT_LENGTH = TextLength("tokenizer", default=256, most=256)  # of Llama, after the template; as trained
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -20,9 +19,9 @@ from torch.nn.functional import pad
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.contract import Conditioning, SampleSize, Text
 from digenrl.models.families.parts.comfyui_layers import HUNYUAN_VIDEO_LAYERS
-from digenrl.models.families.parts.helpers import Text, guided_separately, text_like
+from digenrl.models.families.parts.helpers import text_like
 from digenrl.models.families.parts.hunyuan import HunyuanModel
 from digenrl.models.families.parts.hunyuan_attention import VideoThenText, video_forward
 from digenrl.models.family import Component, Distilled, Family, FullSize
@@ -104,20 +103,8 @@ class HunyuanVideo15Model(TwoBranchModel, HunyuanModel):
             self.text_mask: mask_BT.gather(1, order_BT),
         }
 
-    def velocity(
-        self,
-        latents_BL: Tensor,
-        timesteps_B: Tensor,
-        conditioning: Conditioning,
-        guidance: float,
-        size: SampleSize,
-    ) -> Tensor:
-        conditioning = self.compact(conditioning)
-        forward = partial(self._forward, latents_BL, timesteps_B, images=conditioning.images)
-        return guided_separately(forward, conditioning, guidance)
-
-    def _forward(
-        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor]
+    def branch(
+        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor], size: SampleSize
     ) -> Tensor:
         latents_BL = latents_BL.to(self.dtype)
         velocity_BL: Tensor = self.transformer(

@@ -6,7 +6,7 @@ vocoder is loaded. Shape legend as in `digenrl.models.contract`; S = video token
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,11 +19,9 @@ from diffusers import (
 )
 from torch import Tensor
 
-from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.contract import SampleSize, Schedule, Text
 from digenrl.models.families.parts.comfyui_layers import LTX_2_LAYERS
 from digenrl.models.families.parts.helpers import (
-    Text,
-    guided_separately,
     latent_frames_height_width,
     pixels_of_videos,
     stretched_schedule,
@@ -123,19 +121,10 @@ class LTX2Model(TwoBranchModel):
         latents_per_second: float = per_second / float(pipeline.audio_vae_temporal_compression_ratio)
         return round(size.frames / FRAME_RATE * latents_per_second)
 
-    def velocity(
-        self,
-        latents_BL: Tensor,
-        timesteps_B: Tensor,
-        conditioning: Conditioning,
-        guidance: float,
-        size: SampleSize,
+    def branch(
+        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor], size: SampleSize
     ) -> Tensor:
-        """Of both tracks, with the same guidance."""
-        forward = partial(self._forward, latents_BL, timesteps_B, size=size)
-        return guided_separately(forward, conditioning, guidance)
-
-    def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, size: SampleSize) -> Tensor:
+        """Of both tracks, which get the same guidance."""
         rows, latents_BL, tokens = len(latents_BL), latents_BL.to(self.dtype), self._video_tokens(size)
         times_B = timesteps_B.to(latents_BL.device)
         video_positions, audio_positions = self._positions_of(size, latents_BL.device)

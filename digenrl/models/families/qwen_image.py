@@ -19,14 +19,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.contract import SampleSize, Schedule, Text
 from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.parts.helpers import (
     JOINT_ATTENTION,
-    Text,
-    at_least_fp32,
     latent_height_width,
-    negative_side,
     pixels_of_videos,
     require_one_frame,
     scaled_video_latents,
@@ -106,30 +103,15 @@ class QwenImageModel(TwoBranchModel):
         """The noise, packed: each 2 x 2 patch becomes a token of 64 numbers."""
         return self._packed(noise_B).to(self.device)
 
-    def velocity(
-        self,
-        latents_BL: Tensor,
-        timesteps_B: Tensor,
-        conditioning: Conditioning,
-        guidance: float,
-        size: SampleSize,
-    ) -> Tensor:
-        """With guidance, the velocity of every token is rescaled to the norm that it has without.
-
-        The branches are separate forwards: their texts differ in length, and one batch would need a mask.
-        """
-        conditioning = self.compact(conditioning)
-        conditional_BL = self._forward(latents_BL, timesteps_B, conditioning.positive, conditioning.images, size)
-        if guidance <= 1:
-            return at_least_fp32(conditional_BL)
-        negative = negative_side(conditioning)
-        unconditional_BL = self._forward(latents_BL, timesteps_B, negative, conditioning.images, size)
-        combined_BL = unconditional_BL + guidance * (conditional_BL - unconditional_BL)
+    def guided(self, conditional_BL: Tensor, unconditional_BL: Tensor, guidance: float) -> Tensor:
+        """The velocity of every token is rescaled to the norm that it has without guidance."""
+        combined_BL = super().guided(conditional_BL, unconditional_BL, guidance)
         norm = torch.norm(conditional_BL, dim=-1, keepdim=True)
         guided_norm = torch.norm(combined_BL, dim=-1, keepdim=True)
-        return at_least_fp32(combined_BL * (norm / guided_norm))
+        rescaled_BL: Tensor = combined_BL * (norm / guided_norm)
+        return rescaled_BL
 
-    def _forward(
+    def branch(
         self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor], size: SampleSize
     ) -> Tensor:
         """The output for the sample's tokens. Tokens of source images, if there are any, follow them."""

@@ -5,8 +5,7 @@ Shape legend as in `digenrl.models.contract`; S = image tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -18,10 +17,8 @@ from torch.nn.functional import pad
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.contract import Conditioning, SampleSize, Schedule, Text
 from digenrl.models.families.parts.helpers import (
-    Text,
-    guided_separately,
     latent_height_width,
     pixels_of_videos,
     require_one_frame,
@@ -38,12 +35,12 @@ from digenrl.models.families.parts.qwen_stream import (
 )
 from digenrl.models.families.qwen_image import SCHEDULER
 from digenrl.models.family import Component, Distilled, Family, FullSize
-from digenrl.models.pipeline_model import PipelineModel, TextLength, paired_negatives
+from digenrl.models.pipeline_model import TextLength, TwoBranchModel
 
 TEXT_LENGTH = TextLength("processor", default=512, most=1024)  # with the end of the chat template
 
 
-class QwenImage21Model(PipelineModel):
+class QwenImage21Model(TwoBranchModel):
     """L = (S, 64). Text is stored at a fixed length with a mask; forwards drop unneeded padding.
 
     The VAE decodes red, green, blue and opacity. Samples are shown on white.
@@ -97,14 +94,8 @@ class QwenImage21Model(PipelineModel):
             *([] if mask_BT is None else [(mask_BT, 1)]),
         ]
 
-    @torch.no_grad()
-    def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
-        negatives = paired_negatives(prompts, negative_prompts)
-        rows = [
-            Conditioning(self._encode_text(prompt), self._encode_text(negative))
-            for prompt, negative in zip(prompts, negatives, strict=True)
-        ]
-        return Conditioning.joined(rows)
+    def encode_side(self, prompts: list[str]) -> Text:
+        return Conditioning.joined([Conditioning(self._encode_text(prompt)) for prompt in prompts]).positive
 
     def _encode_text(self, prompt: str) -> Text:
         text_1TD, _, _ = self.whole_pipeline().encode_prompt([prompt], device=self.text_device())
@@ -141,18 +132,9 @@ class QwenImage21Model(PipelineModel):
         """The noise, with a token for every latent."""
         return noise_B.flatten(2).transpose(1, 2).to(self.device)
 
-    def velocity(
-        self,
-        latents_BL: Tensor,
-        timesteps_B: Tensor,
-        conditioning: Conditioning,
-        guidance: float,
-        size: SampleSize,
+    def branch(
+        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor], size: SampleSize
     ) -> Tensor:
-        forward = partial(self._forward, latents_BL, timesteps_B, size=size)
-        return guided_separately(forward, self.compact(conditioning), guidance)
-
-    def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, size: SampleSize) -> Tensor:
         _, h, w = self.noise_shape(size)
         text_BTD = text["encoder_hidden_states"]
         assert text_BTD is not None, "the transformer's text is never optional"

@@ -8,6 +8,7 @@ import torch
 from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
 
 from digenrl.models.contract import Conditioning
+from digenrl.models.families.parts.image_vae import VAE_SHAPE
 from digenrl.models.families.parts.unets import UNetModel
 from digenrl.models.family import Component, Family, FullSize
 from digenrl.models.pipeline_model import paired_negatives
@@ -47,13 +48,6 @@ SCHEDULER = Component(
         "steps_offset": 1,
     },
 )
-VAE_SHAPE = {
-    "down_block_types": ("DownEncoderBlock2D",) * 4,
-    "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "block_out_channels": (128, 256, 512, 512),
-    "layers_per_block": 2,
-    "latent_channels": 4,
-}
 
 SD15 = Family(
     kind="image",

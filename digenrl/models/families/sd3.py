@@ -10,14 +10,9 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, St
 from torch import Tensor
 from torch.nn import functional
 
-from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.contract import Conditioning, SampleSize, Schedule, Text
 from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
-from digenrl.models.families.parts.helpers import (
-    JOINT_ATTENTION,
-    Text,
-    guided_velocity,
-    shift_from_tokens,
-)
+from digenrl.models.families.parts.helpers import JOINT_ATTENTION, guided_velocity, shift_from_tokens
 from digenrl.models.families.parts.image_vae import ImageVaeModel, image_vae
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.pipeline_model import TextLength, paired_negatives, schedule_of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from diffusers import AutoencoderKL, StableDiffusionXLPipeline, UNet2DConditionM
 from torch import Tensor
 
 from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.families.parts.image_vae import VAE_SHAPE
 from digenrl.models.families.parts.unets import UNetModel
-from digenrl.models.families.sd15 import SCHEDULER, TEXT_TOKENS, VAE_SHAPE
+from digenrl.models.families.sd15 import SCHEDULER, TEXT_TOKENS
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.pipeline_model import paired_negatives
 
@@ -23,10 +25,6 @@ class SDXLModel(UNetModel):
     default_guidance = 5.0
     text_encoders = ("text_encoder", "text_encoder_2")
     unused_components = ("image_encoder", "feature_extractor")
-
-    def __init__(self, pipeline: Any) -> None:
-        super().__init__(pipeline)
-        self._sizes: dict[tuple[SampleSize, torch.device], Tensor] = {}
 
     def negative_arguments(self, negative_prompts: Sequence[str]) -> dict[str, Any]:
         return super().negative_arguments(negative_prompts) if any(negative_prompts) else {}
@@ -43,18 +41,20 @@ class SDXLModel(UNetModel):
         )
 
     def unet_arguments(self, text: dict[str, Tensor | None], size: SampleSize) -> dict[str, Any]:
-        """With the size of an image that is not cropped, as the pipeline's default is."""
         pooled_BD = text["text_embeds"]
         assert pooled_BD is not None, "the UNet's text is never optional"
-        key = size, pooled_BD.device
-        if key not in self._sizes:  # copied from the host once
-            numbers = [size.height, size.width, 0, 0, size.height, size.width]
-            self._sizes[key] = torch.tensor([numbers], dtype=torch.float32).to(pooled_BD.device)
-        sizes_B6 = self._sizes[key].to(pooled_BD.dtype).expand(len(pooled_BD), -1)
+        sizes_B6 = size_numbers(size, pooled_BD.device).to(pooled_BD.dtype).expand(len(pooled_BD), -1)
         return {
             "encoder_hidden_states": text["encoder_hidden_states"],
             "added_cond_kwargs": {"text_embeds": pooled_BD, "time_ids": sizes_B6},
         }
+
+
+@cache
+def size_numbers(size: SampleSize, device: torch.device) -> Tensor:
+    """The size of an image that is not cropped, as the pipeline's default is. Copied from the host once."""
+    numbers = [size.height, size.width, 0, 0, size.height, size.width]
+    return torch.tensor([numbers], dtype=torch.float32).to(device)
 
 
 SDXL = Family(

@@ -15,19 +15,14 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.contract import SampleSize, Schedule, Text
 from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES, Z_IMAGE_FUSED_LAYERS
-from digenrl.models.families.parts.helpers import (
-    Text,
-    at_least_fp32,
-    negative_side,
-    shift_from_tokens,
-)
+from digenrl.models.families.parts.helpers import shift_from_tokens
 from digenrl.models.families.parts.image_vae import ImageVaeModel, image_vae
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.passes.attention import AttentionProcessor
 from digenrl.models.passes.rotation import rotated
-from digenrl.models.pipeline_model import TextLength, TwoBranchModel, schedule_of
+from digenrl.models.pipeline_model import TextLength, TwoBranchModel, at_least_fp32, schedule_of
 
 TEXT_LENGTH = TextLength("tokenizer", default=512, most=512)  # with the chat template; the pipeline's default
 
@@ -129,24 +124,10 @@ class ZImageModel(TwoBranchModel, ImageVaeModel):
         scheduler.set_timesteps(sigmas=torch.linspace(1.0, 1 / steps, steps).tolist(), mu=shift)
         return schedule_of(scheduler)
 
-    def velocity(
-        self,
-        latents_BL: Tensor,
-        timesteps_B: Tensor,
-        conditioning: Conditioning,
-        guidance: float,
-        size: SampleSize,
+    def branch(
+        self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor], size: SampleSize
     ) -> Tensor:
-        """The branches are separate forwards: their texts differ in length, and one batch would need a mask."""
-        conditioning = self.compact(conditioning)
-        conditional_BL = self._forward(latents_BL, timesteps_B, conditioning.positive)
-        if guidance <= 1:
-            return -conditional_BL
-        unconditional_BL = self._forward(latents_BL, timesteps_B, negative_side(conditioning))
-        return -(conditional_BL + _added_guidance(guidance) * (conditional_BL - unconditional_BL))
-
-    def _forward(self, latents_BL: Tensor, timesteps_B: Tensor, text: Text) -> Tensor:
-        """Minus the velocity; the transformer's time runs from 0, noise, to 1."""
+        """The transformer's time runs from 0, noise, to 1, and its output is minus the velocity."""
         latents_BL = latents_BL.to(self.dtype)
         outputs: list[Tensor] = self.transformer(
             list(latents_BL.unsqueeze(2)),
@@ -154,7 +135,11 @@ class ZImageModel(TwoBranchModel, ImageVaeModel):
             _rows_of_text(text, latents_BL),
             return_dict=False,
         )[0]
-        return at_least_fp32(torch.stack(outputs).squeeze(2))
+        return -at_least_fp32(torch.stack(outputs).squeeze(2))
+
+    def guided(self, conditional_BL: Tensor, unconditional_BL: Tensor, guidance: float) -> Tensor:
+        """With the rounding of the diffusers pipeline."""
+        return conditional_BL + _added_guidance(guidance) * (conditional_BL - unconditional_BL)
 
 
 def _added_guidance(guidance: float) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.contract import DiffusionModel
+from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.pipeline_model import PipelineModel
 
@@ -28,21 +29,50 @@ class ParkedWeights:
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """Inside, the weights are on the device."""
         try:
             for weight, host in self._host_copies:
                 weight.data = host.to(self._device, non_blocking=True)
             yield
         finally:
-            self._park()
-
-    def _park(self) -> None:
-        for weight, host in self._host_copies:
-            weight.data = host
+            for weight, host in self._host_copies:
+                weight.data = host
 
     def _on_host(self, value: Tensor) -> Tensor:
         host = value.to("cpu")
         return host.pin_memory() if self._pins else host
+
+
+class OffloadedTextEncoder:
+    """Encodes on a device; between calls the weights are in host memory, pinned if the device is a GPU.
+
+    For a worker that also generates or trains there. `encode` returns tensors on the device.
+    """
+
+    def __init__(self, model: PipelineModel, device: torch.device | str) -> None:
+        self._model = model
+        encoders = [*model.encoding_modules(), *([] if model.vae is None else [model.vae])]
+        self._weights: ParkedWeights | None = ParkedWeights(encoders, device, pinned=True)
+
+    def encode(self, prompts: Sequence[str], negative_prompts: Sequence[str] | None = None) -> Conditioning:
+        with self._on_device():
+            return self._model.encode(prompts, negative_prompts)
+
+    def encode_with_images(
+        self,
+        prompts: Sequence[str],
+        images: Sequence[Sequence[Image.Image]],
+        size: SampleSize,
+        negative_prompts: Sequence[str] | None = None,
+    ) -> Conditioning:
+        with self._on_device():
+            return self._model.encode_with_images(prompts, images, size, negative_prompts)
+
+    def drop_text_encoders(self) -> None:
+        self._weights = None
+        self._model.drop_text_encoders()
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._weights is None else self._weights.on_device()
 
 
 class ParkedModel:

@@ -83,7 +83,6 @@ class ModelSource:
 
     @property
     def file(self) -> Path | None:
-        """The single file, or None."""
         return Path(self.location) if self.kind == "file" else None
 
     @property

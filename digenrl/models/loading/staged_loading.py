@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
 
 from digenrl.models.family import Family
 from digenrl.models.loading.sources import ModelSource
-from digenrl.models.loading.stored_weights import StoredWeights
+from digenrl.models.loading.stored_weights import StoredWeights, read_weights
 from digenrl.models.parallel.staged_blocks import keep_blocks
 from digenrl.models.pipeline_model import PipelineModel
 
@@ -37,20 +36,5 @@ def load_stage(
     keep_blocks(model, first, end)
     with StoredWeights(files) as stored:
         read_weights(model.transformer, stored, device)
+    model.transformer.to(device)
     return model
-
-
-def read_weights(transformer: nn.Module, stored: StoredWeights, device: torch.device | str) -> None:
-    """Reads the values of all weights of a transformer that has none; others in the files are left out."""
-    values: dict[str, Tensor] = {}
-    for name, value in transformer.state_dict().items():
-        stored_name = name.replace(".base_layer.", ".")
-        found = stored.shapes.get(stored_name)
-        if found is None and not value.is_meta:
-            continue  # an adapter, or a table that is computed
-        if found != tuple(value.shape):
-            given = "missing" if found is None else str(found)
-            raise ValueError(f"the transformer's weight {name} is {given} in its files, not {tuple(value.shape)}")
-        values[name] = stored.read(stored_name, slice(None), value.dtype, device)
-    transformer.load_state_dict(values, assign=True, strict=False)
-    transformer.to(device)

@@ -58,12 +58,12 @@ def pipeline_index(text: str, where: object) -> dict[str, Any]:
     return dict(content)
 
 
-def components(index: Mapping[str, Any], without: Sequence[str] = ()) -> dict[str, tuple[str, str]]:
+def components(index: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Library and class of every component that the pipeline has, by name."""
     return {
         name: (value[0], value[1])
         for name, value in index.items()
-        if not name.startswith("_") and name not in without and isinstance(value, list) and all(value)
+        if not name.startswith("_") and isinstance(value, list) and all(value)
     }
 
 

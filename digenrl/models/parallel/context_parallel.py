@@ -11,18 +11,16 @@ gradient that a single process computes.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.blocks import repeated_blocks
+from digenrl.models.blocks import change_arguments, repeated_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.parallel.token_exchange import TokenExchange
+from digenrl.models.passes.attention import AttentionCalls
 
 
 def divide_tokens(model: DiffusionModel, exchange: TokenExchange) -> None:
@@ -31,9 +29,7 @@ def divide_tokens(model: DiffusionModel, exchange: TokenExchange) -> None:
     model.exchange = exchange
     blocks = repeated_blocks(model.transformer)
     for index, block in enumerate(blocks):
-        names = tuple(inspect.signature(type(block).forward).parameters)[1:]
-        take = functools.partial(_take_own_tokens, model, names, index == 0)
-        block.register_forward_pre_hook(take, with_kwargs=True)
+        change_arguments(block, functools.partial(_own_tokens, model, index == 0))
     layers = [getattr(block, name, None) for block in blocks for name in model.self_attention]
     processors = {id(layer.processor): layer.processor for layer in layers if layer is not None}
     for processor in processors.values():
@@ -57,21 +53,12 @@ def check_ranks(family: str, self_attention: tuple[str, ...], transformer: nn.Mo
         )
 
 
-def _take_own_tokens(
-    model: DiffusionModel,
-    names: tuple[str, ...],
-    first: bool,
-    block: nn.Module,
-    arguments: tuple[Any, ...],
-    named: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _own_tokens(model: DiffusionModel, first: bool, given: dict[str, Any]) -> dict[str, Any]:
     """A block's arguments for this rank's tokens. The first block gets all tokens, the others what it returns."""
     assert model.exchange is not None
-    given = dict(zip(names, arguments, strict=False)) | named
     if first:
         given |= _begin_forward(model.exchange, {name: given[name] for name in model.block_state_arguments})
-    given |= model.own_arguments(given, model.exchange.shares)
-    return tuple(given[name] for name in names[: len(arguments)]), {name: given[name] for name in named}
+    return given | model.own_arguments(given, model.exchange.shares)
 
 
 def _begin_forward(exchange: TokenExchange, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -100,18 +87,16 @@ def _attend_together(processor: Any, exchange: TokenExchange) -> None:
     processor.__class__ = AllTokens
 
 
-class _ExchangedAttention(TorchFunctionMode):
+class _ExchangedAttention(AttentionCalls):
     """Inside, torch's attention is that between the tokens of all ranks."""
 
     def __init__(self, exchange: TokenExchange) -> None:
         super().__init__()
         self._exchange, self.exchanged = exchange, False
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *further: Any, **named: Any) -> Tensor:
         self.exchanged = True
-        return self._exchange.attend(*args, **(kwargs or {}))
+        return self._exchange.attend(query, key, value, *further, **named)
 
 
 def _gather_tokens(exchange: TokenExchange, layer: nn.Module, arguments: Any, output: Tensor) -> Tensor:

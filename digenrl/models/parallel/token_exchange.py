@@ -67,7 +67,6 @@ class TokenExchange:
 
     @property
     def shares(self) -> TokenShares:
-        """Which tokens each rank has."""
         assert self.current is not None, "a forward has begun"
         return self.current
 

@@ -16,6 +16,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, _Attention
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from digenrl.config.recipes.attention import Kernels, fixed_kernels
 from digenrl.records import Kernel, PassKind
@@ -79,6 +80,18 @@ class _ContiguousGradient(torch.autograd.Function):
     @staticmethod
     def backward(_context: Any, gradient: Tensor) -> Tensor:
         return gradient.contiguous()
+
+
+class AttentionCalls(TorchFunctionMode):
+    """Inside, torch's attention is computed by `attend`."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *further: Any, **named: Any) -> Tensor:
+        """Takes and returns what torch's attention does, which it is by default."""
+        return scaled_dot_product_attention(query, key, value, *further, **named)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        function = self.attend if func is scaled_dot_product_attention else func
+        return function(*args, **(kwargs or {}))
 
 
 class AttentionProcessor:

@@ -6,16 +6,15 @@ shape first occurs. Calibration runs all shapes that a run uses, so nothing is c
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch._dynamo
-from torch import Tensor, nn
+from torch import Tensor
 
-from digenrl.models.blocks import repeated_blocks
+from digenrl.models.blocks import change_arguments, repeated_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.passes.attention import AttentionProcessor
 from digenrl.models.passes.fused_gelu import fuse_gelus
@@ -42,8 +41,7 @@ def compile_blocks(model: DiffusionModel, backend: str | Callable[..., Any] = "i
         if real:
             fuse_gelus(block)
             fuse_feed_forwards(block)
-        names = tuple(inspect.signature(type(block).forward).parameters)[1:]
-        block.register_forward_pre_hook(partial(_normalize_inputs, model, names), with_kwargs=True)
+        change_arguments(block, partial(_normalized, model))
         # The forward, not the module: calling a module runs the same code for every kind of block, and graphs are
         # cached and counted per code object.
         compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, backend=backend)
@@ -51,19 +49,11 @@ def compile_blocks(model: DiffusionModel, backend: str | Callable[..., Any] = "i
 
 
 def is_compiled(model: DiffusionModel) -> bool:
-    """Whether the model's blocks are compiled."""
     return any("forward" in vars(block) for block in repeated_blocks(model.transformer))
 
 
-def _normalize_inputs(
-    model: DiffusionModel,
-    names: tuple[str, ...],
-    block: nn.Module,
-    arguments: tuple[Any, ...],
-    named: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Removes differences between blocks and prompts that would each cause another graph."""
-    given = dict(zip(names, arguments, strict=False)) | named
+def _normalized(model: DiffusionModel, given: dict[str, Any]) -> dict[str, Any]:
+    """A block's arguments without differences between blocks and prompts that would each cause another graph."""
     for name in model.block_state_arguments:
         states: Tensor | None = given.get(name)
         if states is None:  # some kinds of blocks take one stream only
@@ -73,4 +63,4 @@ def _normalize_inputs(
         given[name] = states.contiguous()  # some blocks return a slice of a longer sequence
     for value, dimension in model.text_length_dims(given):
         torch._dynamo.maybe_mark_dynamic(value, dimension)
-    return tuple(given[name] for name in names[: len(arguments)]), {name: given[name] for name in named}
+    return given

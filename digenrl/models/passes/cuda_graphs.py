@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Hashable
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
@@ -26,8 +26,6 @@ MAX_OPERATIONS = 1e14  # 2 x parameters x latent tokens: longer forwards are not
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A captured graph with its input and output tensors."""
-
     graph: torch.cuda.CUDAGraph
     inputs: list[Tensor]
     velocity_BL: Tensor
@@ -68,7 +66,7 @@ class GraphedForwards:
     ) -> Tensor:
         if not self._worth_capturing(latents_BL, size):
             return self._model.velocity(latents_BL, timesteps_B, conditioning, guidance, size)
-        inputs = [latents_BL, timesteps_B, *_tensors(conditioning)]
+        inputs = [latents_BL, timesteps_B, *conditioning.tensors()]
         key = (*self._key(), guidance, size, *((value.shape, value.dtype) for value in inputs))
         found = self._graphs.get(key)
         if found is _NotCaptured.RAN_ONCE:
@@ -103,7 +101,8 @@ class GraphedForwards:
         self, inputs: list[Tensor], conditioning: Conditioning, guidance: float, size: SampleSize
     ) -> _Graph:
         static = [value.clone() for value in inputs]
-        held = _with_tensors(conditioning, static[2:])
+        rest = iter(static[2:])
+        held = conditioning.mapped(lambda _: next(rest))
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()  # graphs never run concurrently: they share memory
@@ -116,23 +115,3 @@ class GraphedForwards:
         self._graphs.move_to_end(key)
         while len(self._graphs) > MAX_SHAPES:
             self._graphs.popitem(last=False)
-
-
-def _tensors(conditioning: Conditioning) -> list[Tensor]:
-    sides = [conditioning.positive, conditioning.negative or {}, conditioning.images]
-    return [value for side in sides for value in side.values() if value is not None]
-
-
-def _with_tensors(conditioning: Conditioning, tensors: list[Tensor]) -> Conditioning:
-    """The same text arguments with other tensors, in the order of `_tensors`."""
-    rest = iter(tensors)
-
-    def filled(side: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-        return {name: None if value is None else next(rest) for name, value in side.items()}
-
-    return replace(
-        conditioning,
-        positive=filled(conditioning.positive),
-        negative=None if conditioning.negative is None else filled(conditioning.negative),
-        images={name: next(rest) for name in conditioning.images},
-    )

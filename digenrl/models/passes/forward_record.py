@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
+
+from digenrl.models.passes.attention import AttentionCalls
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class ForwardRecord:
 
 def record_forward(forward: Callable[[], object]) -> ForwardRecord:
     """Runs a forward eagerly and without gradient."""
-    calls = _AttentionCalls()
+    calls = _CountedCalls()
     with (
         torch.no_grad(),
         torch.compiler.set_stance("force_eager"),
@@ -52,26 +53,15 @@ def record_forward(forward: Callable[[], object]) -> ForwardRecord:
     return ForwardRecord(float(counter.get_total_flops()), tuple(calls.found.values()))
 
 
-class _AttentionCalls(TorchFunctionMode):
+class _CountedCalls(AttentionCalls):
     """Collects calls of torch's attention, with equal ones counted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.found: dict[tuple[Any, ...], AttentionCall] = {}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is nn.functional.scaled_dot_product_attention:
-            self._add(**(dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs))
-        return func(*args, **kwargs)
-
-    def _add(self, query: Tensor, key: Tensor, attn_mask: Tensor | None = None, **_: Any) -> None:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *further: Any, **named: Any) -> Tensor:
+        attn_mask: Tensor | None = named.get("attn_mask", further[0] if further else None)
         rows, heads, queries, width = query.shape
         known = (query.shape, key.shape, query.dtype, attn_mask is not None)
         call = self.found.get(known)
@@ -79,3 +69,4 @@ class _AttentionCalls(TorchFunctionMode):
             mask = None if attn_mask is None else attn_mask.detach().cpu()
             call = AttentionCall(rows, heads, queries, key.shape[2], width, query.dtype, mask, count=0)
         self.found[known] = replace(call, count=call.count + 1)
+        return super().attend(query, key, value, *further, **named)

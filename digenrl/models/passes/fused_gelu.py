@@ -55,8 +55,6 @@ def in_product(x: Tensor) -> bool:
 
 
 class LinearWithGelu(nn.Linear):
-    """A linear layer that is followed by a GELU."""
-
     def forward(self, x: Tensor) -> Tensor:
         if not in_product(x):
             return super().forward(x)
@@ -65,8 +63,6 @@ class LinearWithGelu(nn.Linear):
 
 
 class GeluAfterLinear(nn.GELU):
-    """The GELU after a linear layer."""
-
     def forward(self, x: Tensor) -> Tensor:
         return _after(x, self.joined)  # type: ignore[arg-type]
 

@@ -51,7 +51,6 @@ class QuantizedLinear(nn.Linear):
 
     @property
     def weight_count(self) -> int:
-        """The number of quantized weights."""
         return self.out_features * self.in_features
 
     @property

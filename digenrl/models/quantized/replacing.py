@@ -69,11 +69,8 @@ def building_without_linear_weights() -> Iterator[None]:
             return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         return None
 
-    hook = register_module_parameter_registration_hook(without_memory)  # type: ignore[arg-type]
-    try:
+    with register_module_parameter_registration_hook(without_memory):  # type: ignore[arg-type]
         yield
-    finally:
-        hook.remove()
 
 
 def fill_linears(transformer: nn.Module, base: BaseWeights, device: torch.device | str) -> None:

@@ -17,8 +17,6 @@ from digenrl.rewards.parts.weights import is_directory, load_pretrained, load_wh
 
 
 class ClipImages:
-    """CLIP's image processor."""
-
     def __init__(self, processor: str) -> None:
         self._processor = load_pretrained(AutoImageProcessor.from_pretrained, processor, backend="pil")
 

@@ -15,7 +15,7 @@ from PIL import Image
 from pydantic import Field, ValidationError
 from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
-from digenrl.config.reading import Frozen
+from digenrl.config.reading import Frozen, first_problem
 from digenrl.config.rewards.models import GenevalSettings
 from digenrl.config.rewards.table import ServerSettings
 from digenrl.rewards.parts.geneval_rules import LEAST_CONFIDENCE, Detection
@@ -118,18 +118,14 @@ class ServedDetector:
         except NoResponseError as error:
             raise DetectorError(str(error)) from None
         except ValidationError as error:
-            raise DetectorError(f"{self._server.url}: not a reply of detections: {_first(error)}") from None
+            problem = first_problem(error, "the reply")
+            raise DetectorError(f"{self._server.url}: not a reply of detections: {problem}") from None
         if len(reply.detections) != len(images):
             raise DetectorError(f"{self._server.url}: {len(reply.detections)} replies for {len(images)} images")
         return [
             [_detection(one, image) for one in found]
             for found, image in zip(reply.detections, images, strict=True)
         ]
-
-
-def _first(error: ValidationError) -> str:
-    reason = error.errors(include_url=False)[0]
-    return f"{'.'.join(str(part) for part in reason['loc'])}: {reason['msg']}"
 
 
 def _detection(message: DetectionMessage, image: Image.Image) -> Detection:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from digenrl.config.reading import first_problem
 from digenrl.config.rewards.judge import AnswerFormat
 
 SHOWN = 120  # characters of an answer that an error shows
@@ -29,23 +29,18 @@ class _Choice(BaseModel):
     finish_reason: str | None = None
 
 
-class _Usage(BaseModel):
+class Usage(BaseModel):
+    """The tokens of a reply, as far as the server reports them."""
+
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
 
-class _Completion(BaseModel):
+class Reply(BaseModel):
+    """A chat completion."""
+
     choices: list[_Choice]
-    usage: _Usage | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The choices and the tokens of a reply; 0 tokens if the server does not report them."""
-
-    choices: tuple[_Choice, ...]
-    prompt_tokens: int
-    completion_tokens: int
+    usage: Usage | None = None
 
     def answer(self) -> str:
         """The text of the answer; raises NoScoreError for a refusal, and if it is cut off or empty."""
@@ -64,13 +59,9 @@ class Reply:
 def read_reply(body: bytes) -> Reply:
     """The reply of the server; raises NoScoreError if it is not a chat completion."""
     try:
-        read = _Completion.model_validate_json(body)
+        return Reply.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise NoScoreError(f"the reply is not a chat completion: {where}: {first['msg']}") from None
-    usage = read.usage or _Usage()
-    return Reply(tuple(read.choices), usage.prompt_tokens or 0, usage.completion_tokens or 0)
+        raise NoScoreError(f"the reply is not a chat completion: {first_problem(error, 'the body')}") from None
 
 
 def score_in(answer: str, form: AnswerFormat) -> float:

@@ -17,7 +17,7 @@ from PIL import Image
 from pydantic import ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from digenrl.config.reading import ConfigError, Frozen, one_line
+from digenrl.config.reading import ConfigError, Frozen, first_problem, one_line
 from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, as_pil, as_uint8
 
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -117,9 +117,7 @@ def decode_request(body: bytes, limits: Limits) -> tuple[Tensor, list[str], list
     try:
         request = ScoreRequest.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise MessageError(f"{where}: {first['msg']}") from None
+        raise MessageError(first_problem(error, "the body")) from None
     _check_counts(request, limits)
     images = _Images(limits)
     frames = _decode_frames(request, images)
@@ -135,23 +133,22 @@ class _Images:
     def __init__(self, limits: Limits) -> None:
         self._limits, self._left = limits, limits.pixels_in_total
 
-    def decode(self, text: str) -> Tensor:
-        image = decode_png(text, self._limits, self._left)
+    def decode(self, text: str, where: str) -> Tensor:
+        try:
+            image = decode_png(text, self._limits, self._left)
+        except MessageError as error:
+            raise MessageError(f"{where}: {error}") from None
         self._left -= image[0].numel()
         return image
 
 
 def _metadata(index: int, sample: SampleMessage, images: _Images) -> Metadata:
     """The metadata of a sample, with its source images, if it has any."""
-    if not sample.source_images:
-        return sample.metadata
-    sources = []
-    for number, text in enumerate(sample.source_images):
-        try:
-            sources.append(images.decode(text).float() / 255)
-        except MessageError as error:
-            raise MessageError(f"samples.{index}.source_images.{number}: {error}") from None
-    return {**sample.metadata, SOURCE_IMAGES: tuple(sources)}
+    sources = tuple(
+        images.decode(text, f"samples.{index}.source_images.{number}").float() / 255
+        for number, text in enumerate(sample.source_images)
+    )
+    return {**sample.metadata, SOURCE_IMAGES: sources} if sources else sample.metadata
 
 
 def encode_png(image: Image.Image) -> str:
@@ -210,12 +207,10 @@ def _decode_frames(request: ScoreRequest, images: _Images) -> list[Tensor]:
     decoded: list[Tensor] = []
     for index, sample in enumerate(request.samples):
         for number, text in enumerate(sample.frames):
-            try:
-                frame = images.decode(text)
-            except MessageError as error:
-                raise MessageError(f"samples.{index}.frames.{number}: {error}") from None
+            where = f"samples.{index}.frames.{number}"
+            frame = images.decode(text, where)
             if decoded and frame.shape != decoded[0].shape:
                 sizes = f"{tuple(frame.shape)}, the first frame is {tuple(decoded[0].shape)}"
-                raise MessageError(f"samples.{index}.frames.{number}: {sizes}; send each size separately")
+                raise MessageError(f"{where}: {sizes}; send each size separately")
             decoded.append(frame)
     return decoded

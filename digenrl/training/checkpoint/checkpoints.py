@@ -18,12 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from digenrl.checksums import file_checksum, tensors_checksum
-from digenrl.training.checkpoint.atomic_folders import (
-    partial_folder,
-    remove_atomically,
-    tidy,
-    written_atomically,
-)
+from digenrl.training.checkpoint.atomic_folders import partial_folder, remove_atomically, tidy, written_atomically
 from digenrl.training.checkpoint.format import (
     SHARDED,
     WHOLE,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -47,13 +47,7 @@ class CheckpointContent:
 
     def write(self, folder: Path) -> None:
         """Writes `state.json`; it makes the folder a checkpoint, so all files it lists must exist."""
-        content = {
-            "format": self.format,
-            "step": self.step,
-            "trainer": self.trainer,
-            "facts": self.facts,
-            "files": {name: self.files[name] for name in sorted(self.files)},
-        }
+        content = asdict(self) | {"files": dict(sorted(self.files.items()))}
         text = json.dumps(content | {"checksum": _digest(content)}, indent=1)
         (folder / STATE_FILE).write_text(text, encoding="utf-8")
 

@@ -66,19 +66,28 @@ def state_from(content: Mapping[str, Any], tensors: TensorsByKind, shard: ShardS
     )
 
 
+def json_tensor(content: Any) -> Tensor:
+    """The bytes of content that JSON can represent."""
+    return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+
+
+def json_of(tensor: Tensor) -> Any:
+    """The inverse of `json_tensor`."""
+    return json.loads(tensor.cpu().numpy().tobytes())
+
+
 def state_as_tensors(state: TrainerState) -> dict[str, Tensor]:
     """The whole state as tensors, named kind/name, and one tensor with the bytes of everything else."""
     shard = None if state.shard is None else state.shard.as_json()
-    text = json.dumps(without_tensors(state) | {"shard": shard}).encode()
     tensors = {
         f"{kind}/{name}": value for kind, named in tensors_by_kind(state).items() for name, value in named.items()
     }
-    return tensors | {JSON_TENSOR: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    return tensors | {JSON_TENSOR: json_tensor(without_tensors(state) | {"shard": shard})}
 
 
 def state_of_tensors(tensors: Tensors) -> TrainerState:
     """The inverse of `state_as_tensors`; every bit is the same."""
-    content = json.loads(tensors[JSON_TENSOR].cpu().numpy().tobytes())
+    content = json_of(tensors[JSON_TENSOR])
     by_kind: TensorsByKind = {}
     for path, value in tensors.items():
         kind, slash, name = path.partition("/")

@@ -61,7 +61,6 @@ def take_gradients(parameters: Mapping[str, nn.Parameter]) -> Gradients:
 
 
 def drop_gradients(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Leaves all parameters without a gradient."""
     for parameter in parameters.values():
         parameter.grad = None
 

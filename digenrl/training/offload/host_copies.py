@@ -32,7 +32,6 @@ def on_host(value: Tensor) -> Tensor:
 
 
 def copy_all(tensors: Mapping[str, Tensor], copy: CopyTensor) -> dict[str, Tensor]:
-    """Copies of all tensors, under the same names."""
     return {name: copy(value) for name, value in tensors.items()}
 
 
@@ -90,7 +89,6 @@ class StreamCopier(Copier):
 
 
 def make_copier(device: torch.device) -> Copier:
-    """The copier for tensors of this device."""
     return StreamCopier(device) if device.type == "cuda" else Copier()
 
 
@@ -114,7 +112,6 @@ class HostMemory:
         self.allocated_bytes = 0
 
     def take(self, like: Tensor) -> HostCopy:
-        """Memory for a copy of a tensor."""
         stride = torch.empty_like(like, device="meta").stride()
         size = -(-max(1, like.numel() * like.element_size()) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         free = self._free.get(size)

@@ -65,7 +65,6 @@ class Switching(Offloader):
             yield
 
     def reading_sums(self) -> AbstractContextManager[None]:
-        """For reading the gradient sums."""
         return self._phase(SUMS)
 
     def adding_to_sums(self) -> AbstractContextManager[None]:

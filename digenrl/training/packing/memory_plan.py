@@ -66,7 +66,6 @@ class MemoryModel:
     kinds: Sequence[Hashable]
 
     def peak(self, pack_size: int, checkpointed: int) -> float:
-        """Peak bytes of a pass."""
         return self.rest.at(pack_size) + self._kept(pack_size, checkpointed)
 
     def fewest_checkpointed(self, pack_size: int, budget: float) -> int | None:

@@ -33,7 +33,6 @@ class MemoryLine:
         return cls(base=second[1] - per_term * second[0], per_term=per_term)
 
     def at(self, pack_size: int) -> float:
-        """The bytes of a pack of this size."""
         return self.base + pack_size * self.per_term
 
     def largest(self, budget: int, limit: int) -> int:

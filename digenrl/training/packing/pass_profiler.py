@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from time import perf_counter
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from digenrl.models.blocks import block_kind, block_positions, checkpoint_chosen
 from digenrl.models.contract import DiffusionModel
+from digenrl.training.packing.pack_size import measured_bytes
 
 LONG_PASS_S = 2.0  # a pass that takes longer is timed only once
 
@@ -52,14 +54,8 @@ class CudaPassProfiler:
         self._run_pack(pack_size)
 
     def measure(self, pack_size: int) -> tuple[int, list[int]]:
-        device = self._model.device
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
         with self._recording_growth() as growth:
-            self._run_pack(pack_size)
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before, growth
+            return measured_bytes(partial(self._run_pack, pack_size), self._model.device), growth
 
     def seconds(self, pack_size: int) -> float:
         first = self._timed(pack_size)
@@ -90,14 +86,9 @@ class CudaPassProfiler:
 
             return record
 
-        hooks = [
-            hook
-            for index, blocks in enumerate(self._positions)
-            for block in blocks
-            for hook in (block.register_forward_pre_hook(before), block.register_forward_hook(after(index)))
-        ]
-        try:
+        with ExitStack() as hooks:
+            for index, blocks in enumerate(self._positions):
+                for block in blocks:
+                    hooks.enter_context(block.register_forward_pre_hook(before))
+                    hooks.enter_context(block.register_forward_hook(after(index)))
             yield growth
-        finally:
-            for hook in hooks:
-                hook.remove()

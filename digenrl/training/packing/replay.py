@@ -27,8 +27,6 @@ NO_GUIDANCE = 1.0  # up to this scale a model has one branch, the conditional on
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The rows of some terms."""
-
     trajectories: list[Trajectory]
     noise_samples: list[SampleId]  # whose noise a row gets: the first sample of its term
     advantage_R: Tensor

@@ -6,7 +6,6 @@ rank that does not, or that has died, causes a `PeersLostError` on the others, i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -22,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from digenrl.config.reading import one_line
 from digenrl.models.parallel.token_exchange import TokenExchange
 from digenrl.stages.links import LinkSettings, connect_stages
+from digenrl.stages.messages import gathered
 from digenrl.stages.pipeline import Pipeline
 from digenrl.training.ranks.cards import CardFacts, measure_card, with_recorded_rates
 from digenrl.training.ranks.rank import Rank
@@ -66,17 +66,8 @@ class RankGroup:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in rank order; a value is anything that JSON can represent."""
-        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         with self.collective("exchanging values"):
-            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.rank.count)]
-            dist.all_gather(sizes, torch.tensor([len(own)]))
-            longest = max(int(size) for size in sizes)
-            padded = torch.cat([own, torch.zeros(longest - len(own), dtype=torch.uint8)])
-            texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.rank.count)]
-            dist.all_gather(texts, padded)
-        return [
-            json.loads(bytes(text[: int(size)].tolist()).decode()) for text, size in zip(texts, sizes, strict=True)
-        ]
+            return gathered(value)
 
     def collect(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of all ranks on the CPU of the first one; the others get none. Names must differ."""

@@ -63,17 +63,14 @@ class ShardSpec:
 
     @classmethod
     def of(cls, parameters: Mapping[str, nn.Parameter], ranks: RankGroup, *, whole: bool = False) -> ShardSpec:
-        """The shards of these parameters on this rank."""
         return cls(ranks.rank, {name: tuple(value.shape) for name, value in parameters.items()}, whole)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> ShardSpec:
-        """The inverse of `as_json`."""
         shapes = {name: tuple(shape) for name, shape in content["shapes"].items()}
         return cls(Rank(content["index"], content["count"]), shapes, content["whole"])
 
     def as_json(self) -> dict[str, Any]:
-        """Content that JSON can represent."""
         shapes = {name: list(shape) for name, shape in self.shapes.items()}
         return {"index": self.rank.index, "count": self.rank.count, "shapes": shapes, "whole": self.whole}
 

@@ -24,17 +24,13 @@ def check_sharding(blueprint: Blueprint) -> None:
     recipe = blueprint.recipe
     if recipe.training.stages is not None:
         with suppress(OSError):
-            check_stages(transformer_without_weights(blueprint), blueprint)
+            transformer, family = transformer_without_weights(blueprint), blueprint.family
+            check_is_chain(transformer, family.name)
+            check_bounds(recipe, chain_length(transformer, family.model_class.blocks_before_chain))
     elif recipe.shards_model:
         _check_pairs(recipe)
         with suppress(OSError):
             check_blocks(transformer_without_weights(blueprint), blueprint.family.name, recipe.lanes.ranks)
-
-
-def check_stages(transformer: nn.Module, blueprint: Blueprint) -> None:
-    """Raises ConfigError if a transformer cannot be cut into the recipe's stages."""
-    check_is_chain(transformer, blueprint.family.name)
-    check_bounds(blueprint.recipe, chain_length(transformer, blueprint.family.model_class.blocks_before_chain))
 
 
 def _check_pairs(recipe: Recipe) -> None:

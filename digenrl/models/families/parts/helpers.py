@@ -15,10 +15,9 @@ from PIL import Image
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
-from digenrl.models.pipeline_model import PipelineModel, schedule_of
+from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule, Text
+from digenrl.models.pipeline_model import PipelineModel, at_least_fp32, negative_side, schedule_of
 
-Text = Mapping[str, Tensor | None]
 NOTHING: Text = MappingProxyType({})
 
 # The linear layers of attention between an image and a text stream.
@@ -29,16 +28,6 @@ def refuse_negatives(negative_prompts: Sequence[str] | None, family: str) -> Non
     """Raises ConfigError if a family with embedded guidance is given negative prompts."""
     if negative_prompts is not None:
         raise ConfigError(f"{family} has embedded guidance and takes no negative prompts; leave them out")
-
-
-def negative_side(conditioning: Conditioning) -> Text:
-    """The unconditional rows; raises ValueError if there are none."""
-    if conditioning.negative is None:
-        raise ValueError(
-            "a guidance above 1 needs the unconditional rows of the conditioning, got none; "
-            "encode the prompts with this model, or set guidance to 1"
-        )
-    return conditioning.negative
 
 
 def guided_together(
@@ -94,23 +83,9 @@ def guided_velocity(
     return at_least_fp32(guided_together(forward, latents_BL.to(model.dtype), timesteps_B, text, guidance))
 
 
-def guided_separately(forward: Callable[[Text], Tensor], conditioning: Conditioning, guidance: float) -> Tensor:
-    """Classifier-free guidance with one forward per branch, as texts that differ in length would need a mask."""
-    conditional_BL = forward(conditioning.positive)
-    if guidance <= 1:
-        return at_least_fp32(conditional_BL)
-    unconditional_BL = forward(negative_side(conditioning))
-    return at_least_fp32(unconditional_BL + guidance * (conditional_BL - unconditional_BL))
-
-
 def text_like(text: Text, latents_BL: Tensor) -> dict[str, Tensor | None]:
     """Text arguments with the device and dtype of the latents."""
     return {name: None if value is None else value.to(latents_BL) for name, value in text.items()}
-
-
-def at_least_fp32(value: Tensor) -> Tensor:
-    """The value in fp32, or in fp64 if the model computes in fp64, where gradients are compared."""
-    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def require_one_frame(size: SampleSize, family: str) -> None:

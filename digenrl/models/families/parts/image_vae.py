@@ -1,4 +1,4 @@
-"""What SD3, FLUX.1 and Z-Image share: a VAE with 16 latent channels and 8 pixels per latent."""
+"""The VAEs with 8 pixels per latent: of UNets, and with 16 latent channels of SD3, FLUX.1 and Z-Image."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ from digenrl.models.families.parts.helpers import (
 )
 from digenrl.models.family import Component
 from digenrl.models.pipeline_model import PipelineModel
+
+VAE_SHAPE = {
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
+}
 
 
 class ImageVaeModel(PipelineModel):
@@ -38,14 +45,11 @@ class ImageVaeModel(PipelineModel):
 
 
 def image_vae(scaling_factor: float, shift_factor: float) -> Component:
-    """The published VAE."""
+    """The published VAE with 16 latent channels."""
     return Component(
         AutoencoderKL,
         {
-            "down_block_types": ("DownEncoderBlock2D",) * 4,
-            "up_block_types": ("UpDecoderBlock2D",) * 4,
-            "block_out_channels": (128, 256, 512, 512),
-            "layers_per_block": 2,
+            **VAE_SHAPE,
             "latent_channels": 16,
             "sample_size": 1024,
             "scaling_factor": scaling_factor,

@@ -69,17 +69,13 @@ def joint_heads(streams: Sequence[Stream], width: int, fused: bool) -> list[Tens
         return fused_heads(streams, width)
     heads = []
     for stream in streams:
-        query, key, value = in_heads(stream.layers, stream.states_BSW, width)
+        outputs = outputs_of(stream.layers, stream.states_BSW)
+        query, key, value = [output.unflatten(-1, (-1, width)) for output in outputs]  # type: ignore[no-untyped-call]
         query, key = (
             rotated(norm(each), stream.table_SP2) for norm, each in zip(stream.norms, (query, key), strict=True)
         )
         heads.append((query, key, value))
     return [parts[0] if len(parts) == 1 else torch.cat(parts, dim=1) for parts in zip(*heads, strict=True)]
-
-
-def in_heads(layers: Sequence[nn.Module], states_BSW: Tensor, width: int) -> list[Tensor]:
-    """The outputs of layers with the same input, each (B, S, H, width)."""
-    return [output.unflatten(-1, (-1, width)) for output in outputs_of(layers, states_BSW)]  # type: ignore[no-untyped-call]
 
 
 def joint_mask(text_mask_BT: Tensor | None, image_tokens: int) -> Tensor | None:

@@ -17,11 +17,9 @@ from diffusers.schedulers.scheduling_ddim import DDIMSchedulerOutput
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
-from digenrl.models.contract import Conditioning, SampleSize, Schedule
+from digenrl.models.contract import Conditioning, SampleSize, Schedule, Text
 from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.parts.helpers import (
-    Text,
-    at_least_fp32,
     guided_together,
     image_latents,
     latent_height_width,
@@ -29,7 +27,7 @@ from digenrl.models.families.parts.helpers import (
     require_one_frame,
     text_like,
 )
-from digenrl.models.pipeline_model import PipelineModel
+from digenrl.models.pipeline_model import PipelineModel, at_least_fp32
 
 PREDICTIONS = ("epsilon", "v_prediction")
 

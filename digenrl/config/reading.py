@@ -53,7 +53,7 @@ class Frozen(BaseModel):
 
 @contextmanager
 def errors_in(path: object) -> Iterator[None]:
-    """Puts the path of a file, or a place in it, before the ConfigErrors that are raised inside."""
+    """Puts the path of a file, or a place in it, before the messages of ConfigErrors that are raised inside."""
     try:
         yield
     except ConfigError as error:
@@ -155,11 +155,9 @@ def is_text(value: str) -> bool:
 
 def read_model(model: type[Model], path: Path) -> Model:
     """Reads a file into `model`; error messages begin with the path."""
-    try:
-        return parse_model(model, read_mapping(path))
-    except ConfigError as error:
-        message = str(error)
-        raise ConfigError(message if message.startswith(f"{path}:") else f"{path}: {message}") from None
+    content = read_mapping(path)
+    with errors_in(path):
+        return parse_model(model, content)
 
 
 def parse_model(model: type[Model], content: dict[str, Any]) -> Model:

@@ -24,7 +24,7 @@ from digenrl.config.limits import (
 )
 from digenrl.config.profile_filling import filled_in
 from digenrl.config.profiles import read_profile
-from digenrl.config.reading import ConfigError, Frozen, errors_about, parse_model, read_mapping
+from digenrl.config.reading import ConfigError, Frozen, errors_about, errors_in, parse_model, read_mapping
 
 OrderRuleName = Literal["generation", "batch"]
 StreamRuleName = Literal["group", "batch", "sample"]
@@ -250,11 +250,9 @@ def read_spec(path: Path, profile: str | None = None) -> Spec:
     named, folder = content.pop("profile", None), path.parent
     if profile is not None:
         named, folder = profile, Path()
-    try:
+    with errors_in(path):
         if named is None:
             return parse_model(Spec, content)
         if not isinstance(named, str):
             raise ConfigError(f"profile: expected a name or a file, got {named!r}", "profile")
         return parse_model(Spec, filled_in(content, read_profile(named, folder), named))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}", error.where) from None

@@ -13,10 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from digenrl.config.algorithms import (
-    AlgorithmSettings,
-    read_algorithm_settings,
-)
+from digenrl.config.algorithms import AlgorithmSettings, read_algorithm_settings
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
 from digenrl.config.limits import (
     DenoisingSteps,
@@ -34,10 +31,8 @@ from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipes.attention import fixed_kernels
 from digenrl.config.recipes.base_precision import UNQUANTIZED, BasePrecision, EncoderPrecision
 from digenrl.config.recipes.cluster import ClusterSettings
-from digenrl.config.recipes.experts import Expert
 from digenrl.config.recipes.paths import RANDOM
 from digenrl.config.recipes.prompts import HeldOutPromptSettings, PromptSettings
-from digenrl.config.recipes.source_sizes import SourceSize
 from digenrl.config.recipes.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.recipes.training import PublishSettings, TrainerSettings
 from digenrl.config.recipes.windows import Window, read_window
@@ -51,6 +46,8 @@ TERMS_PER_JOB = 8  # loss terms of a Train job, at least, if every card trains a
 TOKEN_VARIABLE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Expert = Literal["high", "low", "both"]  # of two transformers, by the noise levels
+SourceSize = Literal["crop", "area"]  # how source images are resized
 
 
 class ModelSettings(Frozen):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from digenrl.config.limits import Weight
 from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings
 from digenrl.config.rewards.geneval_tasks import Task
-from digenrl.config.token_variables import check_token_variable
+from digenrl.config.token_variables import TokenVariable
 
 LAION_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 OPENAI_CLIP_L = "openai/clip-vit-large-patch14"
@@ -123,15 +123,10 @@ class GenevalSettings(ClipRewardSettings):
     name: Literal["geneval"] = "geneval"
     model: str = Field(default=OPENAI_CLIP_L, min_length=1)
     detector: str = Field(min_length=1, description="weights of a detector, or http://host:port/path")
-    token_env: str | None = Field(default=None, min_length=1, description="token of the detector's server")
+    token_env: TokenVariable | None = Field(default=None, description="token of the detector's server")
     score: Literal["partial", "correct", "strict"] = Field(
         default="partial", description="partial: Flow-GRPO's; correct: 1 or 0 by GenEval's rules; strict: exactly"
     )
-
-    @field_validator("token_env")
-    @classmethod
-    def _is_a_listed_variable(cls, name: str | None) -> str | None:
-        return None if name is None else check_token_variable(name)
 
     def wanted(self, prompt: str, metadata: Mapping[str, Any]) -> Task:
         """The objects that the metadata asks for."""

@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from digenrl.config.reading import ConfigError, nearest, parse_model
+from digenrl.config.reading import ConfigError, errors_in, nearest, parse_model
 from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings
 from digenrl.config.rewards.imagenet_classes import class_indices
 from digenrl.config.rewards.judge import AnswerFormat, JudgeTemplate, read_template
@@ -44,7 +44,7 @@ from digenrl.config.rewards.models import (
     VideoAlignSettings,
 )
 from digenrl.config.rewards.quoted_text import quoted
-from digenrl.config.token_variables import check_token_variable
+from digenrl.config.token_variables import TokenVariable
 
 TextMatch = Literal["contained", "target", "whole"]
 
@@ -228,8 +228,8 @@ class ServerSettings(RewardSettings):
     """A reward on a server. The token is read from the environment, so that it is never in a recipe."""
 
     url: str
-    token_env: str | None = Field(
-        default="DIGENRL_REWARD_TOKEN", min_length=1, description="environment variable with the token"
+    token_env: TokenVariable | None = Field(
+        default="DIGENRL_REWARD_TOKEN", description="environment variable with the token"
     )
     ca_file: str | None = Field(default=None, min_length=1, description="certificates to trust, for https")
     timeout_s: PositiveFloat = 120.0
@@ -237,11 +237,6 @@ class ServerSettings(RewardSettings):
     backoff_s: PositiveFloat = Field(default=0.5, description="wait before the first retry; doubles with each")
     max_backoff_s: PositiveFloat = 8.0
     frame_stride: PositiveInt = Field(default=1, description="send every n-th frame")
-
-    @field_validator("token_env")
-    @classmethod
-    def _is_a_listed_variable(cls, name: str | None) -> str | None:
-        return None if name is None else check_token_variable(name)
 
     @field_validator("url")
     @classmethod
@@ -282,7 +277,7 @@ class HttpSettings(ServerSettings):
     """A reward served by `digenrl reward serve`."""
 
     name: Literal["http"] = "http"
-    token_env: str = Field(default="DIGENRL_REWARD_TOKEN", min_length=1)
+    token_env: TokenVariable = "DIGENRL_REWARD_TOKEN"
     retries: int = Field(default=8, ge=0, le=20, description="enough for a server that restarts")
     batch_size: PositiveInt = Field(default=16, description="samples in one request, at most")
 
@@ -303,8 +298,8 @@ class JudgeSettings(ServerSettings):
     source_image: str | None = Field(
         default=None, min_length=1, description="metadata key of an image file that is sent before the sample"
     )
-    token_env: str | None = Field(
-        default="DIGENRL_JUDGE_TOKEN", min_length=1, description="null if the server needs no token"
+    token_env: TokenVariable | None = Field(
+        default="DIGENRL_JUDGE_TOKEN", description="null if the server needs no token"
     )
     retries: int = Field(default=5, ge=0, le=20)
     max_backoff_s: PositiveFloat = Field(
@@ -325,13 +320,11 @@ class JudgeSettings(ServerSettings):
 
 def judge_template(settings: JudgeSettings) -> JudgeTemplate:
     """The template of a judge; raises ConfigError if it cannot be read or does not fit the other settings."""
-    try:
+    with errors_in(f"reward '{settings.shown_as}'"):
         template = read_template(settings.template, settings.answer, settings.source_image)
-    except ConfigError as error:
-        raise ConfigError(f"reward '{settings.shown_as}': {error}") from None
-    if settings.structured and template.answer.field is None:
-        why = "structured: needs an answer with `field`, but this template's has `pattern`; set `answer`"
-        raise ConfigError(f"reward '{settings.shown_as}': {why}, or structured to false")
+        if settings.structured and template.answer.field is None:
+            why = "structured: needs an answer with `field`, but this template's has `pattern`; set `answer`"
+            raise ConfigError(f"{why}, or structured to false")
     return template
 
 

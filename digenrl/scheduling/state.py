@@ -17,6 +17,7 @@ from digenrl.records import (
     LaneJob,
     LaneOffer,
     Restore,
+    Result,
     Role,
     Save,
     Score,
@@ -33,6 +34,7 @@ UNLIMITED = 1 << 30
 NO_VERSION = -2  # older than any step admits
 
 AnyJob = TypeVar("AnyJob", bound=Job)
+TrainerJob = TypeVar("TrainerJob", Train, Commit, TakeUpdate, Save, SwitchRole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ class EvaluationProgress:
         return not self.unstarted and not self.sampling
 
 
-# --- What the trainer is doing: one class per state. ------------------------------------------------------------
+# --- What the trainer is doing ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,31 +225,10 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """Replaying samples."""
+class Busy:
+    """Doing a job, after which it is free: with SwitchRole, its lanes change back to training."""
 
-    job: Train
-
-
-@dataclass(frozen=True, slots=True)
-class Committing:
-    """Taking the optimizer step."""
-
-    job: Commit
-
-
-@dataclass(frozen=True, slots=True)
-class Updating:
-    """Taking an optimizer update before the step's last one."""
-
-    job: TakeUpdate
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """Writing a checkpoint."""
-
-    job: Save
+    job: Train | Commit | TakeUpdate | Save | SwitchRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,30 +267,11 @@ class Helping:
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchingOut:
-    """Its lanes change back to training."""
-
-    job: SwitchRole
-
-
-@dataclass(frozen=True, slots=True)
 class Generating:
     """Colocated: all lanes generate the step's slices."""
 
 
-TrainerState = (
-    Free
-    | Training
-    | Committing
-    | Updating
-    | Saving
-    | Restoring
-    | SwitchingIn
-    | BetweenRounds
-    | Helping
-    | SwitchingOut
-    | Generating
-)
+TrainerState = Free | Busy | Restoring | SwitchingIn | BetweenRounds | Helping | Generating
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,6 +460,18 @@ def is_available(state: SchedulerState, lane: Lane) -> bool:
 def issue(state: SchedulerState, at_ns: int, kind: type[AnyJob], *fields: object) -> tuple[SchedulerState, AnyJob]:
     """A new job with the next id."""
     return replace(state, jobs_issued=state.jobs_issued + 1), kind(state.jobs_issued, at_ns, *fields)
+
+
+def give_trainer(state: SchedulerState, at_ns: int, kind: type[TrainerJob], *fields: object) -> Outcome:
+    """The trainer gets a new job, after which it is free."""
+    state, job = issue(state, at_ns, kind, *fields)
+    return replace(state, trainer=Busy(job)), (job,)
+
+
+def free_trainer(state: SchedulerState, result: Result) -> SchedulerState:
+    """The trainer has answered its job."""
+    assert isinstance(state.trainer, Busy) and state.trainer.job == result.job, f"{result} answers no job it holds"
+    return replace(state, trainer=Free())
 
 
 def reconsider_help(state: SchedulerState) -> SchedulerState:

@@ -6,7 +6,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from digenrl.records import Calibrate, Evaluate, LaneJob, SendGradients, Train
+from digenrl.records import (
+    Calibrate,
+    Commit,
+    Evaluate,
+    Job,
+    LaneJob,
+    Restore,
+    Save,
+    SendGradients,
+    SwitchRole,
+    TakeUpdate,
+    Train,
+)
 
 TRAINER_LANE: Final = "trainer"  # the row of the trainer as one unit; its helper lanes have their own rows
 GENERATOR_POOL: Final = "generator"
@@ -58,6 +70,16 @@ class Span:
     def stale(self) -> bool:
         """Whether the samples were generated for a step newer than the weights used (TCSS)."""
         return self.work in (Work.GENERATE, Work.HELP) and self.version < self.step
+
+
+TRAINER_WORK: dict[type[Job], Work] = {
+    Train: Work.TRAIN,
+    Commit: Work.COMMIT,
+    TakeUpdate: Work.COMMIT,
+    Save: Work.SAVE,
+    SwitchRole: Work.SWITCH,
+    Restore: Work.RESTORE,
+}
 
 
 def lane_work(job: LaneJob, helps: bool) -> Work:

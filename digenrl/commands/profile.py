@@ -136,7 +136,7 @@ def _measure(bench: _Bench, blueprint: Blueprint, sizes: tuple[int, ...]) -> Pro
         slices=slices,
         training=training,
         commit_seconds=None if stepped is None else rounded(stepped.commit_s),
-        lay_out_seconds=None if stepped is None else rounded(stepped.export_s),
+        export_seconds=None if stepped is None else rounded(stepped.export_s),
         publish_seconds=publish_s,
         switch_in_seconds=None if switched is None else rounded(switched.seconds[1]),
         switch_out_seconds=None if switched is None else rounded(switched.seconds_back),

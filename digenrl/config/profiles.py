@@ -95,7 +95,7 @@ class TrainingCost(Frozen):
 class Profile(Frozen):
     """The costs of one recipe's work on one device. `remarks` explain what could not be measured.
 
-    `commit_seconds`: all optimizer steps of a batch. `lay_out_seconds`: exporting the new weights for generators.
+    `commit_seconds`: all optimizer steps of a batch. `export_seconds`: exporting the new weights for generators.
     `publish_seconds`: loading them on a lane of the same machine. `switch_in_seconds`: switching a trainer to
     generation, which offloads `switched_bytes`; `switch_out_seconds`: switching it back. `score_seconds`: scoring
     one sample. `weights_bytes` is the size of the transformer, `published_bytes` that of an exported version.
@@ -109,7 +109,7 @@ class Profile(Frozen):
     slices: dict[PositiveInt, SliceCost]
     training: TrainingCost | None = None
     commit_seconds: NonNegativeSeconds | None = None
-    lay_out_seconds: NonNegativeSeconds | None = None
+    export_seconds: NonNegativeSeconds | None = None
     publish_seconds: NonNegativeSeconds | None = None
     switch_in_seconds: NonNegativeSeconds | None = None
     switch_out_seconds: NonNegativeSeconds | None = None
@@ -133,7 +133,7 @@ class Profile(Frozen):
     @property
     def shared_commit_seconds(self) -> float | None:
         """The cost of a commit if generators elsewhere need the weights: it includes the export."""
-        return None if self.commit_seconds is None else self.commit_seconds + (self.lay_out_seconds or 0.0)
+        return None if self.commit_seconds is None else self.commit_seconds + (self.export_seconds or 0.0)
 
     def covers(self, size: int) -> bool:
         """Whether this slice size was measured or lies between two that were."""

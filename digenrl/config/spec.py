@@ -101,7 +101,7 @@ class TrainerCosts(Frozen):
 class ScheduleRules(Frozen):
     """The techniques that are on. With `colocated` all other rules are ignored.
 
-    `assist` says who helps: nobody, the trainer (by the `help` rule), or every lane that can (`both`).
+    `assist` says who helps: no lane, the trainer (by the `help` rule), or every lane that can (`both`).
     """
 
     order: OrderRuleName = "generation"

@@ -77,7 +77,7 @@ class PromptStore:
         return prompt.row in self._encoded
 
     def close_step(self, step: int, pending: Iterable[PromptRow] = ()) -> None:
-        """The step is committed: its rows may be dropped to make room, but for those that `pending` jobs read."""
+        """The step is committed: its rows may be dropped to make room, except those that `pending` jobs read."""
         self._open.pop(step, None)
         in_use = {prompt.row for prompt in pending}.union(*self._open.values())
         droppable = [row for row in self._encoded if row not in in_use]

@@ -120,7 +120,7 @@ class _Allocation:
         )
 
     def _is_late(self, lane: Lane) -> bool:
-        """Whether its job takes so long that nobody should wait until it begins the next one."""
+        """Whether its job takes so long that other lanes should not wait for its next one."""
         job = lane.job
         return job is not None and self._at_ns - job.issued_ns > LATE * (lane.ends_ns - job.issued_ns)
 

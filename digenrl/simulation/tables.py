@@ -144,7 +144,7 @@ def profile_table(profile: Profile) -> Group:
         table.add_row("training", _seconds(training.seconds_per_sample), about)
     for name, value, about in (
         ("commit", profile.commit_seconds, f"per batch: {profile.work.updates_per_batch} updates"),
-        ("export weights", profile.lay_out_seconds, "of a new version, for other lanes"),
+        ("export weights", profile.export_seconds, "of a new version, for other lanes"),
         ("publish", profile.publish_seconds, f"load {_gib(profile.published_bytes or 0)}"),
         ("switch to generating", profile.switch_in_seconds, f"{_gib(profile.switched_bytes)} offloaded"),
         ("switch to training", profile.switch_out_seconds, "and loaded again"),

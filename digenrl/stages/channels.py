@@ -84,7 +84,7 @@ class Sender:
         try:
             with beside_computing(self._device):
                 self._send_all()
-        except Exception as error:  # a thread has nobody above it
+        except Exception as error:  # no caller would see it: this is the top of a thread
             self._report(self._wire.error(_first_line(error)))
 
     def _send_all(self) -> None:
@@ -160,7 +160,7 @@ class Receiver:
         try:
             with beside_computing(self._device):
                 self._receive_all()
-        except Exception as error:  # a thread has nobody above it
+        except Exception as error:  # no caller would see it: this is the top of a thread
             self._report(self._wire.error(_first_line(error)))
 
     def _receive_all(self) -> None:

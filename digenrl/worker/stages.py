@@ -201,7 +201,7 @@ class Stages:
     def train(self, job: Train) -> Trained:
         """Adds the gradient of samples to the open batch. Takes the optimizer updates before the batch's last."""
         trainer, updates = self.trainer, []
-        trainer.switching.load()  # a replacement trainer has not been told its role yet
+        trainer.switching.load()  # a replacement trainer has no role yet
         if not self._commits:
             self._open_update(job)
         trainer.add_samples(self._scored_samples(job.group, job.slice), job.group.place)

@@ -1,4 +1,4 @@
-"""Limits connections whose clients have not shown the token, so that nobody can lock out those who have it."""
+"""Limits connections whose clients have not shown the token, so that they cannot lock out those who have it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _tls_protocol(context: ssl.SSLContext) -> type[SSLProtocol]:
         """The TLS handshake, and then uvicorn's HTTP protocol."""
 
         def __init__(self, **options: Any) -> None:
-            waiter: Any = None  # nobody waits for the handshake
+            waiter: Any = None  # no future waits for the handshake
             http = AutoHTTPProtocol(**options)
             super().__init__(asyncio.get_running_loop(), http, context, waiter, server_side=True)
 

@@ -112,8 +112,8 @@ def _run(command: Sequence[str], failure: str) -> None:
     if ended.returncode == 0:
         return
     lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("ERROR:")] or lines[-1:] or [f"status {ended.returncode}"]
-    raise ConfigError(f"--env: {failure}: {' '.join(told).replace('ERROR: ', '')}")
+    reasons = [line for line in lines if line.startswith("ERROR:")] or lines[-1:] or [f"status {ended.returncode}"]
+    raise ConfigError(f"--env: {failure}: {' '.join(reasons).replace('ERROR: ', '')}")
 
 
 def _requirements_of_the_server() -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,8 @@ from digenrl.models.loading.sources import ModelSource, fetch_index, local_files
 from digenrl.models.loading.weight_files import components, folder_listing, pipeline_files, read_header
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.prompts.checks import check_prompts
-from digenrl.telemetry.writing import check_writable, write_atomically
+from digenrl.run_folder.grids import write_png
+from digenrl.telemetry.writing import check_writable
 from digenrl.worker.blueprint import (
     Blueprint,
     check_hub_model,
@@ -299,9 +299,7 @@ def _sample(blueprint: Blueprint, device: Device, request: CheckRequest, report:
             f"{blueprint.recipe.model.source}: the sample has values that are not finite; its weights are "
             f"damaged, or {blueprint.recipe.model.dtype} is too coarse for them (model.dtype)"
         )
-    picture = io.BytesIO()
-    as_image(comparison.pixels_FCHW).save(picture, format="PNG")
-    write_atomically(request.picture, picture.getvalue())
+    write_png(as_image(comparison.pixels_FCHW), request.picture)
     report(STAGES, STAGES, "")
     return Sampled(tokenized, comparison.max_difference, request.picture)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
@@ -142,6 +142,15 @@ def check_content(content: Any) -> None:
             pending += [(each, depth + 1) for each in value]
         elif isinstance(value, str) and not is_text(value):
             raise ConfigError(f"{_describe(value)} is not text: it has half of a surrogate pair")
+
+
+def mapped(content: Any, change: Callable[[Any], Any]) -> Any:
+    """The same mappings and lists, with every other value changed; tuples become lists."""
+    if isinstance(content, Mapping):
+        return {key: mapped(value, change) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [mapped(value, change) for value in content]
+    return change(content)
 
 
 def is_text(value: str) -> bool:

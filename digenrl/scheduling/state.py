@@ -9,9 +9,12 @@ from typing import TypeVar
 
 from digenrl.records import (
     Action,
+    Calibrate,
     Commit,
     Encode,
+    Evaluate,
     Export,
+    Generate,
     HeldOutChunk,
     Job,
     LaneJob,
@@ -460,6 +463,19 @@ def is_available(state: SchedulerState, lane: Lane) -> bool:
 def issue(state: SchedulerState, at_ns: int, kind: type[AnyJob], *fields: object) -> tuple[SchedulerState, AnyJob]:
     """A new job with the next id."""
     return replace(state, jobs_issued=state.jobs_issued + 1), kind(state.jobs_issued, at_ns, *fields)
+
+
+def give_lanes(state: SchedulerState, jobs: Sequence[Evaluate | Generate | Calibrate]) -> SchedulerState:
+    """Lanes hold these new jobs, and are not idle any more."""
+    lanes = list(state.lanes)
+    for job in jobs:
+        lanes[job.lane] = replace(lanes[job.lane], job=job)
+    return replace(
+        state,
+        lanes=tuple(lanes),
+        idle=tuple(index for index in state.idle if lanes[index].job is None),
+        jobs_issued=state.jobs_issued + len(jobs),
+    )
 
 
 def give_trainer(state: SchedulerState, at_ns: int, kind: type[TrainerJob], *fields: object) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
@@ -20,14 +20,12 @@ TRANSFORMERS = ("transformers>=5.17",)  # the library that holds the models
 class ModelRewardSettings(FrameRewardSettings):
     """A reward with weights. `model` is a directory or a hub id."""
 
+    needed_packages: ClassVar[tuple[str, ...]] = TRANSFORMERS
+
     model: str = Field(min_length=1)
     device: str = Field(default="auto", description="a torch device; auto: cuda if available")
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     batch_size: PositiveInt = Field(default=16, description="images in one forward")
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        return TRANSFORMERS
 
 
 class ClipRewardSettings(ModelRewardSettings):
@@ -65,6 +63,9 @@ class HpsV2Settings(ClipRewardSettings):
 class HpsV3Settings(FrameRewardSettings):
     """Human preference score v3: Qwen2-VL with a head, run by the authors' package in its own environment."""
 
+    # The package, and what it imports without saying so.
+    needed_packages: ClassVar[tuple[str, ...]] = ("hpsv3==1.0.0", "matplotlib", "tensorboard")
+
     name: Literal["hpsv3"] = "hpsv3"
     checkpoint: str | None = Field(
         default=None, min_length=1, description="the published HPSv3.safetensors; from the hub by default"
@@ -75,24 +76,20 @@ class HpsV3Settings(FrameRewardSettings):
     device: str = Field(default="auto", description="a torch device; auto: cuda if available")
     batch_size: PositiveInt = Field(default=8, description="images in one forward")
 
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The authors' package, and what it imports without saying so."""
-        return ("hpsv3==1.0.0", "matplotlib", "tensorboard")
-
 
 class DeqaSettings(ModelRewardSettings):
     """DeQA-Score's quality of an image: mPLUG-Owl2 with code from the model's repository, which is executed."""
+
+    # The transformers that the code was written for, and what both import.
+    needed_packages: ClassVar[tuple[str, ...]] = (
+        *("transformers==4.36.1", "numpy<2", "sentencepiece"),
+        *("protobuf", "accelerate", "icecream"),
+    )
 
     name: Literal["deqa"] = "deqa"
     model: str = Field(default="zhiyuanyou/DeQA-Score-Mix3", min_length=1)
     revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id")
     dtype: Literal["float32", "float16", "bfloat16"] = "float16"
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The transformers that the model's code was written for, and what both import."""
-        return ("transformers==4.36.1", "numpy<2", "sentencepiece", "protobuf", "accelerate", "icecream")
 
 
 class ImageRewardSettings(ModelRewardSettings):
@@ -145,6 +142,9 @@ class VideoAlignSettings(RewardSettings):
     The score is their sum with these weights. `model` is the Qwen2-VL that `checkpoint` was trained from.
     """
 
+    needed_packages: ClassVar[tuple[str, ...]] = TRANSFORMERS
+    least_frames: ClassVar[int] = 2
+
     name: Literal["videoalign"] = "videoalign"
     model: str = Field(default="Qwen/Qwen2-VL-2B-Instruct", min_length=1)
     checkpoint: str = Field(min_length=1, description="directory of the published VideoReward")
@@ -157,12 +157,3 @@ class VideoAlignSettings(RewardSettings):
     ta: Weight = Field(default=1.0, allow_inf_nan=False)
     device: str = Field(default="auto", description="a torch device; auto: cuda if available")
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
-
-    @property
-    def least_frames(self) -> int:
-        return 2
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The library that holds the model."""
-        return TRANSFORMERS

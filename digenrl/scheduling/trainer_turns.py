@@ -23,7 +23,7 @@ from digenrl.records import (
     Wait,
 )
 from digenrl.scheduling.encoding import encode_step
-from digenrl.scheduling.evaluation import abandon_if_unservable, awaits_publication, begin_evaluation
+from digenrl.scheduling.evaluation import abandon_if_unservable, awaits_publication
 from digenrl.scheduling.help.choose_help import choose_help
 from digenrl.scheduling.lanes import publish_newest
 from digenrl.scheduling.slice_assignment import SlicePicker, issue_slices, take_from_front
@@ -39,6 +39,7 @@ from digenrl.scheduling.state import (
     StepProgress,
     SwitchingIn,
     free_trainer,
+    fresh_evaluation,
     fresh_step,
     give_trainer,
     issue,
@@ -99,7 +100,7 @@ def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
     state = replace(state, committed=version, steps=(*state.steps[1:], *opened), lanes=lanes)
     state, abandoned = abandon_if_unservable(state, at_ns)
     if terms.evaluates(version):
-        state = begin_evaluation(state, version)
+        state = replace(state, evaluations=(*state.evaluations, fresh_evaluation(terms, version)))
     state, encoding = encode_step(state, following, at_ns)
     state, published = publish_newest(state, at_ns)
     if terms.saves(version):

@@ -231,14 +231,13 @@ class TrainingRun:
 
     def _lanes(self) -> tuple[LaneEntry, ...]:
         """Every row of the trace, and its device."""
-        workers, names = self._driver.stores.workers, self._driver.stores.lanes.names
-        rows = [LaneEntry(name=g.name, pool="generator", device=g.device) for g in workers.generators]
-        if not workers.generators:
-            rows = [LaneEntry(name=names[0], pool="generator", device=workers.trainer.device)]
+        workers, lanes = self._driver.stores.workers, self._driver.stores.lanes
+        count = len(workers.generators) or 1  # the other lanes are the trainer's helpers
+        generators, helpers = lanes.names[:count], lanes.names[count:]
+        rows = [LaneEntry(name=name, pool="generator", device=lanes.devices[name]) for name in generators]
         rows += [LaneEntry(name=r.name, pool="reward", device=r.device) for r in workers.rewards]
         rows.append(LaneEntry(name=TRAINER_LANE, pool="trainer", device=workers.trainer.device))
-        helpers = names[len(workers.generators) or 1 :]
-        rows += [LaneEntry(name=name, pool="trainer", device=workers.trainer.device) for name in helpers]
+        rows += [LaneEntry(name=name, pool="trainer", device=lanes.devices[name]) for name in helpers]
         return tuple(rows)
 
 

@@ -56,7 +56,7 @@ from digenrl.records import (
     WorkerJoined,
 )
 from digenrl.scheduling import Costs, SchedulerState
-from digenrl.scheduling.order import position_of
+from digenrl.scheduling.order import positions
 
 SLICE_ENDS, SCORES, TRAINER, PUBLICATIONS = range(4)
 FAILURE = "simulated failure"
@@ -94,6 +94,7 @@ class VirtualCluster:
     def __init__(self, initial: SchedulerState, faults: Faults | None = None, start_ns: int = 0) -> None:
         self.now_ns = start_ns
         self._terms, self._costs = initial.terms, initial.costs
+        self._position = positions(initial.terms)
         self._offers = {lane.index: lane.offer for lane in initial.lanes}
         self._roles: dict[int, Role] = {lane.index: lane.role for lane in initial.lanes}
         self._faults = faults or Faults()
@@ -139,7 +140,7 @@ class VirtualCluster:
         end = self.now_ns + self._offers[job.lane].expected_ns(self._terms.slices_in(job.slice.size))
         if self._terms.shares_work:
             end += self._change_role(job.lane, "generate")
-        order = (job.slice.step, position_of(self._terms, job.slice))
+        order = (job.slice.step, self._position(job.slice))
         if job.id in self._faults.failing_jobs:
             self._report(SLICE_ENDS, JobFailed(end, job, FAILURE), order)
             return

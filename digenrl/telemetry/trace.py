@@ -82,17 +82,17 @@ TRAINER_WORK: dict[type[Job], Work] = {
 }
 
 
+_LANE_WORK: dict[type[Job], Work] = {
+    Calibrate: Work.CALIBRATE,
+    Evaluate: Work.EVALUATE,
+    Train: Work.TRAIN,
+    SendGradients: Work.SEND,
+}
+
+
 def lane_work(job: LaneJob, helps: bool) -> Work:
     """The kind of work of a lane's job; `helps` for one of the trainer's lanes."""
-    if isinstance(job, Calibrate):
-        return Work.CALIBRATE
-    if isinstance(job, Evaluate):
-        return Work.EVALUATE
-    if isinstance(job, Train):
-        return Work.TRAIN
-    if isinstance(job, SendGradients):
-        return Work.SEND
-    return Work.HELP if helps else Work.GENERATE
+    return _LANE_WORK.get(type(job), Work.HELP if helps else Work.GENERATE)
 
 
 @dataclass(frozen=True, slots=True)

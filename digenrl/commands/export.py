@@ -193,13 +193,11 @@ def _merged(request: _Request, folder: Path) -> None:
 
 
 def _loading_diffusers(request: _Request, folder: Path) -> tuple[str, ...]:
+    family = request.blueprint.family
     if request.blueprint.recipe.training.lora is None:
-        kind, part = (
-            request.blueprint.family.full_size().transformer.cls.__name__,
-            request.blueprint.family.denoiser,
-        )
+        kind, part = family.full_size().transformer.cls.__name__, family.denoiser
         return (f'{part} = {kind}.from_pretrained("{folder / part}")',)
-    return lora_loading(folder, request.adapters().by_part(), request.blueprint.family)
+    return lora_loading(folder, request.adapters().by_part(), family)
 
 
 def _loading_comfyui(request: _Request, folder: Path) -> tuple[str, ...]:

@@ -180,10 +180,5 @@ def _memory_words(memory: MemoryReport | None) -> str:
 def _memory_dict(memory: MemoryReport | None) -> dict[str, float] | None:
     if memory is None:
         return None
-    return {
-        "weights_gib": round(memory.weights_gib, 2),
-        "optimizer_gib": round(memory.optimizer_gib, 2),
-        "activations_gib": round(memory.activations_gib, 2),
-        "total_gib": round(memory.total_gib, 2),
-        "available_gib": round(memory.available_gib, 2),
-    }
+    names = ("weights_gib", "optimizer_gib", "activations_gib", "total_gib", "available_gib")
+    return {name: round(getattr(memory, name), 2) for name in names}

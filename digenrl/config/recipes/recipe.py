@@ -25,6 +25,7 @@ from digenrl.config.limits import (
     Pixels,
     PromptsPerStep,
     Rows,
+    Text,
     check_samples,
 )
 from digenrl.config.reading import ConfigError, Frozen, errors_about
@@ -63,13 +64,13 @@ class ModelSettings(Frozen):
     """
 
     family: str
-    source: str = Field(min_length=1)
-    base_source: str | None = Field(
-        default=None, min_length=1, description="the pipeline around a single file; the family's published one"
+    source: Text
+    base_source: Text | None = Field(
+        default=None, description="the pipeline around a single file; the family's published one"
     )
-    revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id")
-    variant: str | None = Field(default=None, min_length=1, description="weight files of this variant, as fp16")
-    subfolder: str | None = Field(default=None, min_length=1, description="the pipeline's folder in the source")
+    revision: Text | None = Field(default=None, description="branch, tag or commit of a hub id")
+    variant: Text | None = Field(default=None, description="weight files of this variant, as fp16")
+    subfolder: Text | None = Field(default=None, description="the pipeline's folder in the source")
     token: str | None = Field(default=None, description="env:NAME, a variable with an access token of the hub")
     compile: bool | Literal["auto"] = "auto"
     attention: Literal["auto"] | Kernel | dict[PassKind, Kernel] = Field(
@@ -386,7 +387,7 @@ class LoggingSettings(Frozen):
     """Where metrics go besides `metrics.jsonl`. `wandb` is the name of a project and needs the extra `wandb`."""
 
     tensorboard: bool = True
-    wandb: str | None = Field(default=None, min_length=1)
+    wandb: Text | None = None
     verbose: bool = Field(default=False, description="log files also get debug messages")
 
     @field_validator("wandb", mode="before")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, StrictBool, StrictInt, field_validator, model_validator
 
-from digenrl.config.limits import Rank
+from digenrl.config.limits import Rank, Text
 from digenrl.config.reading import Frozen
 
 CodecName = Literal["none", "bf16", "int8", "int4", "top_k", "sampled"]
@@ -29,7 +29,7 @@ class LoraSettings(Frozen):
     alpha: float = Field(default=64, gt=0)
     targets: tuple[str, ...] | str | None = None
     init: Literal["uniform", "gaussian"] = "uniform"
-    start_from: str | None = Field(default=None, min_length=1)
+    start_from: Text | None = None
 
     @field_validator("targets")
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from digenrl.config.limits import Weight
+from digenrl.config.limits import Text, Weight
 from digenrl.config.reading import Frozen
 
 # The metadata key of a sample's source images, if there are any: a tuple of tensors (3, H, W), fp32 in [0, 1].
@@ -25,10 +25,8 @@ class RewardSettings(Frozen):
     least_frames: ClassVar[int] = 1
 
     name: str
-    weight: Weight = Field(default=1.0, allow_inf_nan=False)
-    label: str | None = Field(
-        default=None, min_length=1, description="name in metrics; the reward's name by default"
-    )
+    weight: Weight = 1.0
+    label: Text | None = Field(default=None, description="name in metrics; the reward's name by default")
 
     @property
     def shown_as(self) -> str:

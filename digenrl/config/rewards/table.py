@@ -28,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 
+from digenrl.config.limits import Text
 from digenrl.config.reading import ConfigError, errors_in, nearest, parse_model
 from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings
 from digenrl.config.rewards.imagenet_classes import class_indices
@@ -66,9 +67,7 @@ class OcrSettings(FrameRewardSettings):
     name: Literal["ocr"] = "ocr"
     match: TextMatch = "contained"
     frame_mean: Literal["all", "positive"] = "all"
-    exact_bonus: float = Field(
-        default=0.0, ge=0.0, allow_inf_nan=False, description="added if every letter matches"
-    )
+    exact_bonus: float = Field(default=0.0, ge=0.0, description="added if every letter matches")
     detect: bool = True
     shorter_side: int = Field(
         default=256,
@@ -225,7 +224,7 @@ class ServerSettings(RewardSettings):
     token_env: TokenVariable | None = Field(
         default="DIGENRL_REWARD_TOKEN", description="environment variable with the token"
     )
-    ca_file: str | None = Field(default=None, min_length=1, description="certificates to trust, for https")
+    ca_file: Text | None = Field(default=None, description="certificates to trust, for https")
     timeout_s: PositiveFloat = 120.0
     retries: int = Field(default=3, ge=0, le=20)
     backoff_s: PositiveFloat = Field(default=0.5, description="wait before the first retry; doubles with each")
@@ -284,13 +283,13 @@ class JudgeSettings(ServerSettings):
     """
 
     name: Literal["judge"] = "judge"
-    model: str = Field(min_length=1, description="the name by which the server knows the model")
-    template: str = Field(min_length=1, description="a named template, or a text file")
+    model: Text = Field(description="the name by which the server knows the model")
+    template: Text = Field(description="a named template, or a text file")
     answer: AnswerFormat | None = Field(
         default=None, description="where the score is; a named template has its own"
     )
-    source_image: str | None = Field(
-        default=None, min_length=1, description="metadata key of an image file that is sent before the sample"
+    source_image: Text | None = Field(
+        default=None, description="metadata key of an image file that is sent before the sample"
     )
     token_env: TokenVariable | None = Field(
         default="DIGENRL_JUDGE_TOKEN", description="null if the server needs no token"
@@ -305,7 +304,7 @@ class JudgeSettings(ServerSettings):
     structured: bool = Field(
         default=False, description="ask the server to enforce the JSON schema of the answer (`response_format`)"
     )
-    cache: str | None = Field(default=None, min_length=1, description="folder in which answers are kept")
+    cache: Text | None = Field(default=None, description="folder in which answers are kept")
 
     def wanted(self, prompt: str, metadata: Mapping[str, Any]) -> str:
         """The question."""

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from digenrl.config.limits import Text
 from digenrl.config.profiles import NonNegativeSeconds, PositiveSeconds, Profile, find_profile, read_profile
 from digenrl.config.reading import Frozen, errors_about, errors_in, parse_model, read_mapping
 from digenrl.planning.facts.cards import Card, Positive, find_card, known_cards, undescribed_card
@@ -84,7 +85,7 @@ class CardPool(Frozen):
     usd_per_hour: Annotated[float, Field(ge=0)] | None = None
     measured: Measured = Measured()
     profile: Profile | None = None
-    accelerator: str | None = Field(default=None, min_length=1)
+    accelerator: Text | None = None
     labels: dict[str, str] = Field(default={})
     resources: dict[str, Positive] = Field(default={})
     site: str = ""

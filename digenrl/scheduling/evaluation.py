@@ -41,15 +41,16 @@ def hand_out_chunks(state: SchedulerState, at_ns: int) -> Outcome:
             if state.lanes[index].version == state.lanes[index].sent_version == evaluation.version
             and is_available(state, state.lanes[index])
         ]
-        chunks = [HeldOutChunk(evaluation.version, chunk) for chunk in evaluation.unstarted[: len(able)]]
-        if not chunks:
-            continue
-        pairs = zip(chunks, able, strict=False)
-        jobs = [Evaluate(state.jobs_issued + nth, at_ns, *pair) for nth, pair in enumerate(pairs)]
-        left, sampling = evaluation.unstarted[len(jobs) :], evaluation.sampling + len(jobs)
-        evaluation = replace(evaluation, unstarted=left, sampling=sampling)
-        state = put_evaluation(give_lanes(state, jobs), evaluation)
-        handed_out += jobs
+        pairs = zip(able, evaluation.unstarted, strict=False)
+        jobs = [
+            Evaluate(job_id, at_ns, HeldOutChunk(evaluation.version, chunk), index)
+            for job_id, (index, chunk) in enumerate(pairs, start=state.jobs_issued)
+        ]
+        if jobs:
+            left, sampling = evaluation.unstarted[len(jobs) :], evaluation.sampling + len(jobs)
+            begun = replace(evaluation, unstarted=left, sampling=sampling)
+            state = put_evaluation(give_lanes(state, jobs), begun)
+            handed_out += jobs
     return state, tuple(handed_out)
 
 

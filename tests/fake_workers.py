@@ -20,7 +20,7 @@ from PIL import Image
 
 from digenrl.chaos.workers import UPDATE
 from digenrl.config.recipes.recipe import Recipe
-from digenrl.driver.calibration import Calibration, initial_scheduler_state, publish_initial_weights
+from digenrl.driver.calibration import Calibration, publish_initial_weights, schedule_facts
 from digenrl.driver.dispatcher import Dispatcher, RunHooks
 from digenrl.driver.placement import place
 from digenrl.driver.prompt_store import PromptStore
@@ -64,7 +64,7 @@ from digenrl.records import (
     slice_name,
     weights_name,
 )
-from digenrl.scheduling import SchedulerState
+from digenrl.scheduling import SchedulerState, initial_state
 from digenrl.transports.contract import Gone, InputsLost, Message, Report, RunResources
 from digenrl.worker.assignment import TRAINER, Assignment, Machine, Ready, StartFailed, Workers
 
@@ -385,7 +385,7 @@ class FakeRun:
         publish_initial_weights(driver, self.transport.trainer_version)
         slices = tuple({slice_size: 0.01} for _ in driver.stores.lanes.names)
         calibration = Calibration(slices, 0.002, 0.001, 0.001, pack_size=4)
-        return initial_scheduler_state(driver, calibration, slice_size, **initial)
+        return initial_state(*schedule_facts(driver, calibration, slice_size), **initial)
 
 
 def is_slice(name: str) -> bool:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 
@@ -76,14 +76,8 @@ class CampaignResult:
     failures: list[Failure] = field(default_factory=list)
 
     def add(self, other: CampaignResult) -> None:
-        self.seeds += other.seeds
-        self.struck += other.struck
-        self.at_once += other.at_once
-        self.resumed += other.resumed
-        self.decisions += other.decisions
-        self.quarantined += other.quarantined
-        self.hedged += other.hedged
-        self.failures += other.failures
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 def run_seed(campaign: Campaign, seed: int) -> CampaignResult:

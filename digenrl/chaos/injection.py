@@ -183,15 +183,13 @@ class Injector(JobFaults):
     def seconds(self, slot: WorkerSlot, job: Job, seconds: float) -> float:
         fault = self._find(slot, job, AT_THE_BEGINNING)
         if fault is not None and fault.kind == "trainer_crash":
-            self._armed.remove(fault)
-            self.struck["trainer_crash"] += 1
+            self._use(fault)
             self._there.after(fault.amount * seconds, self._death(slot))
         elif fault is not None:
             self._lose_slice(fault, job) if isinstance(job, Score) else self._lose_chunks(fault, job)
         stall = self._find(slot, job, ("stall",))
         if stall is not None:
-            self._armed.remove(stall)
-            self.struck["stall"] += 1
+            self._use(stall)
             return NEVER_S
         timeout = self._find(slot, job, ("reward_timeout",))
         return seconds if timeout is None else seconds + timeout.amount
@@ -200,24 +198,21 @@ class Injector(JobFaults):
         """The slice that is being scored; one of which another part is still to be scored, if there are any."""
         wide, artifact = bool(self._world.recipe.cluster.generators), job.artifact
         if artifact is not None and (not wide or job.piece != artifact.slice):
-            self._armed.remove(loss)
-            self.struck["slice_loss"] += 1
+            self._use(loss)
             self._there.exchange.lose((artifact.name, pixels_name(artifact.name)))
 
     def _lose_chunks(self, loss: Fault, job: Job) -> None:
         """The held-out pictures that wait for a reward lane, and the weights that this job has just read."""
         names = [name for name in self._there.exchange.names() if PICTURES.match(name)]
         if names:
-            self._armed.remove(loss)
-            self.struck["chunk_loss"] += 1
+            self._use(loss)
             self._there.exchange.lose((*names, *job.reads()))
 
     def report(self, slot: WorkerSlot, job: Job) -> Report:
         fault = self._find(slot, job, AT_THE_END)
         if fault is None:
             return super().report(slot, job)
-        self._armed.remove(fault)
-        self.struck[fault.kind] += 1
+        self._use(fault)
         if fault.kind == "out_of_memory":
             if fault.amount > 2:
                 self._armed.append(replace(fault, amount=fault.amount - 1))
@@ -239,8 +234,7 @@ class Injector(JobFaults):
         fault = self._find(slot, job, OF_MESSAGES)
         if fault is None:
             return (delay_s,)
-        self._armed.remove(fault)
-        self.struck[fault.kind] += 1
+        self._use(fault)
         late_s = delay_s + fault.amount
         return {"doubled": (delay_s, late_s), "lost": ()}.get(fault.kind, (late_s,))
 
@@ -258,15 +252,17 @@ class Injector(JobFaults):
 
         return die
 
+    def _use(self, fault: Fault) -> None:
+        """The fault strikes."""
+        self._armed.remove(fault)
+        self.struck[fault.kind] += 1
+
     def _find(self, slot: WorkerSlot, job: Job, kinds: Sequence[str]) -> Fault | None:
         for fault in self._armed:
             if fault.kind not in kinds or not isinstance(job, NEXT_JOB.get(fault.kind, Job)):
                 continue
-            if (
-                isinstance(job, Generate)
-                and fault.kind in OF_REWARDS
-                and "score" not in slot.worker.assignment.duties
-            ):
+            unscored = isinstance(job, Generate) and "score" not in slot.worker.assignment.duties
+            if unscored and fault.kind in OF_REWARDS:
                 continue
             if not fault.worker or fault.worker == slot.name.partition("/")[0]:
                 return fault

@@ -12,7 +12,7 @@ from digenrl.chaos.promises import check_history, check_metrics, check_repeated,
 from digenrl.chaos.transport import VirtualClock, VirtualTransport
 from digenrl.chaos.workers import WorldFacts
 from digenrl.chaos.worlds import PATIENCE_S, World, targets_of
-from digenrl.driver.calibration import Calibration, initial_scheduler_state, publish_initial_weights
+from digenrl.driver.calibration import Calibration, publish_initial_weights, schedule_facts
 from digenrl.driver.dispatcher import Dispatcher, RunHooks
 from digenrl.driver.job_deadlines import UNTIMED_FACTOR
 from digenrl.driver.prompt_store import PromptStore
@@ -33,7 +33,7 @@ from digenrl.records import (
     Quarantine,
     WorkerLost,
 )
-from digenrl.scheduling import RecordedStep, SchedulerState
+from digenrl.scheduling import RecordedStep, SchedulerState, initial_state
 from digenrl.scheduling.invariants import Auditor
 from digenrl.scheduling.recorded_versions import VersionRecord
 from digenrl.transports.contract import RunResources
@@ -124,10 +124,8 @@ class _WorldRun:
         repeats = any(step.index == saved.step and step.stale for step in recorded)
         weights = publish_initial_weights(driver, saved.step, repeats=repeats)
         evaluates = world.recipe.evaluation is not None
-        state = initial_scheduler_state(
-            driver,
-            self._calibration(driver),
-            world.slice_size,
+        state = initial_state(
+            *schedule_facts(driver, self._calibration(driver), world.slice_size),
             committed=saved.step,
             jobs_issued=saved.jobs_issued,
             evaluates=evaluates,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +24,8 @@ from digenrl.models.loading.sources import ModelSource, fetch_index, local_files
 from digenrl.models.loading.weight_files import components, folder_listing, pipeline_files, read_header
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.prompts.checks import check_prompts
-from digenrl.telemetry.writing import check_writable, write_atomically
+from digenrl.run_folder.grids import write_png
+from digenrl.telemetry.writing import check_writable
 from digenrl.worker.blueprint import (
     Blueprint,
     check_hub_model,
@@ -139,14 +139,6 @@ class ModelCheck:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """What is checked: a recipe, or `alone` a model as part of MODEL_ALONE."""
-
-    recipe: Recipe
-    alone: bool
-
-
 def check_model(where: str, overrides: Sequence[str], request: CheckRequest, report: Report) -> ModelCheck:
     """Checks a recipe's model, or the model of a source; raises ConfigError for what does not work.
 
@@ -157,12 +149,12 @@ def check_model(where: str, overrides: Sequence[str], request: CheckRequest, rep
     _check_picture(request.picture)
     this_device(request.device)
     report(0, STAGES, "reading the description")
-    target = _read_target(where, overrides)
-    device = this_device(request.device, target.recipe.lanes.memory_gib)
-    blueprint = read_blueprint(target.recipe)
+    recipe, alone = _read_target(where, overrides)
+    device = this_device(request.device, recipe.lanes.memory_gib)
+    blueprint = read_blueprint(recipe)
     check_experts(blueprint, check_hub_model(blueprint))
-    check = _described(target, blueprint, device)
-    if target.recipe.model.random:
+    check = _described(recipe, alone, blueprint, device)
+    if recipe.model.random:
         return replace(check, skipped="the weights are random: there are no text encoders and nothing to compare")
     if not check.files.on_this_machine and not request.download:
         return replace(check, skipped="not downloaded; to go on, add --download")
@@ -213,11 +205,12 @@ def _check_picture(path: Path) -> None:
         raise ConfigError(f"--out: {path}: the picture is written as PNG; name a file that ends in .png")
 
 
-def _read_target(where: str, overrides: Sequence[str]) -> _Target:
+def _read_target(where: str, overrides: Sequence[str]) -> tuple[Recipe, bool]:
+    """What is checked: a recipe, or a model alone, as part of MODEL_ALONE."""
     if where in shipped_recipes() or where.endswith(FILE_ENDINGS):
         recipe = read_recipe(where, overrides, without_prompts=True)
         check_prompts(recipe, may_be_absent=True)
-        return _Target(recipe, alone=False)
+        return recipe, False
     if where.isidentifier() and not Path(where).exists() and not is_made_here(where):
         raise ConfigError(f"{where}: neither a folder nor a recipe; {nearest(where, list(shipped_recipes()))}")
     given = {key for override in read_overrides(overrides) for key in override.keys_set()}
@@ -227,7 +220,7 @@ def _read_target(where: str, overrides: Sequence[str]) -> _Target:
         recipe = _changed(recipe, "model", family=_family_of(recipe))
     if find_family(recipe.model.family).kind == "video" and "sample.frames" not in given:
         recipe = _changed(recipe, "sample", frames=SMALL_VIDEO_FRAMES)
-    return _Target(recipe, alone=True)
+    return recipe, True
 
 
 def _from_here(where: str) -> str:
@@ -248,8 +241,8 @@ def _family_of(recipe: Recipe) -> str:
     raise ConfigError(f"{source}: holds a {found}, which no family takes; known: {known}")
 
 
-def _described(target: _Target, blueprint: Blueprint, device: Device) -> ModelCheck:
-    recipe, family = target.recipe, blueprint.family
+def _described(recipe: Recipe, alone: bool, blueprint: Blueprint, device: Device) -> ModelCheck:
+    family = blueprint.family
     if recipe.model.random:
         source, parts, files, folder = source_of(recipe), {}, Files(True, {}), None
     else:
@@ -260,11 +253,11 @@ def _described(target: _Target, blueprint: Blueprint, device: Device) -> ModelCh
         if not files.on_this_machine:
             for name in (family.denoiser, "vae"):
                 source.pipeline.repository.fetch(f"{source.pipeline.within}{name}/config.json")
-    if target.alone:  # it would be trained in bfloat16; float32 is for the comparison
-        recipe = _changed(recipe, "model", dtype="bfloat16")
+    # A model alone would be trained in bfloat16; float32 is for the comparison.
+    trained = _changed(recipe, "model", dtype="bfloat16") if alone else recipe
     encoders = weight_bytes(files.sizes, family.model_class.text_encoders)
-    needs = memory_needs(recipe, folder, encoders)
-    return ModelCheck(source, family, target.recipe, parts, files, device, needs)
+    needs = memory_needs(trained, folder, encoders)
+    return ModelCheck(source, family, recipe, parts, files, device, needs)
 
 
 def _files(family: Family, source: ModelSource, index: Mapping[str, Any]) -> Files:
@@ -299,9 +292,7 @@ def _sample(blueprint: Blueprint, device: Device, request: CheckRequest, report:
             f"{blueprint.recipe.model.source}: the sample has values that are not finite; its weights are "
             f"damaged, or {blueprint.recipe.model.dtype} is too coarse for them (model.dtype)"
         )
-    picture = io.BytesIO()
-    as_image(comparison.pixels_FCHW).save(picture, format="PNG")
-    write_atomically(request.picture, picture.getvalue())
+    write_png(as_image(comparison.pixels_FCHW), request.picture)
     report(STAGES, STAGES, "")
     return Sampled(tokenized, comparison.max_difference, request.picture)
 

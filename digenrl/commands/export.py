@@ -86,6 +86,7 @@ class _Request:
 def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -> WrittenExport:
     """Writes a checkpoint's weights, by default the newest's, into a new or empty folder; complete or absent."""
     form = _known_format(to)
+    write, loading = _FORMATS[form]
     folder = RunFolder.open(run)
     if checkpoint == UNTRAINED:
         raise ConfigError(f"--checkpoint: {checkpoint} is the untrained model, which has nothing to export")
@@ -96,7 +97,7 @@ def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -
     request = _Request(folder, blueprint, weights_to_export(state))
     with new_folder(given, folder.path / "exported", form) as target:
         with written_files(target) as partial:
-            _WRITE[form](request, partial)
+            write(request, partial)
         files = sorted(str(file.relative_to(target)) for file in target.rglob("*") if file.is_file())
     return WrittenExport(
         format=form,
@@ -104,7 +105,7 @@ def export_run(run: Path, to: str, checkpoint: str | None, given: Path | None) -
         files=tuple(files),
         checkpoint=path.name,
         weights="trained" if state.average is None else "moving average",
-        loading=_LOADING[form](request, target),
+        loading=loading(request, target),
         remark=_remark(folder, state),
     )
 
@@ -191,22 +192,12 @@ def _merged(request: _Request, folder: Path) -> None:
     write_merged(model, folder)
 
 
-_WRITE: dict[ExportFormat, Callable[[_Request, Path], None]] = {
-    "diffusers": _diffusers,
-    "comfyui": _comfyui,
-    "peft": _peft,
-    "merged": _merged,
-}
-
-
 def _loading_diffusers(request: _Request, folder: Path) -> tuple[str, ...]:
+    family = request.blueprint.family
     if request.blueprint.recipe.training.lora is None:
-        kind, part = (
-            request.blueprint.family.full_size().transformer.cls.__name__,
-            request.blueprint.family.denoiser,
-        )
+        kind, part = family.full_size().transformer.cls.__name__, family.denoiser
         return (f'{part} = {kind}.from_pretrained("{folder / part}")',)
-    return lora_loading(folder, request.adapters().by_part(), request.blueprint.family)
+    return lora_loading(folder, request.adapters().by_part(), family)
 
 
 def _loading_comfyui(request: _Request, folder: Path) -> tuple[str, ...]:
@@ -226,9 +217,12 @@ def _loading_merged(request: _Request, folder: Path) -> tuple[str, ...]:
     return (f'pipe = {request.blueprint.family.pipeline_class.__name__}.from_pretrained("{folder}")',)
 
 
-_LOADING: dict[ExportFormat, Callable[[_Request, Path], tuple[str, ...]]] = {
-    "diffusers": _loading_diffusers,
-    "comfyui": _loading_comfyui,
-    "peft": _loading_peft,
-    "merged": _loading_merged,
+# By format: what writes the weights, and what says how to use them.
+_FORMATS: dict[
+    ExportFormat, tuple[Callable[[_Request, Path], None], Callable[[_Request, Path], tuple[str, ...]]]
+] = {
+    "diffusers": (_diffusers, _loading_diffusers),
+    "comfyui": (_comfyui, _loading_comfyui),
+    "peft": (_peft, _loading_peft),
+    "merged": (_merged, _loading_merged),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
@@ -23,7 +23,6 @@ from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.backends import make_exchange
 from digenrl.driver.forwards import chosen_kernels, passes_to_try
 from digenrl.driver.placement import place
-from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.contract import DiffusionModel, SampleSize
 from digenrl.models.quantized.layers import weight_bytes
@@ -86,7 +85,9 @@ def profile_recipe(recipe: Recipe, sizes: tuple[int, ...], progress: Progress) -
     lanes = recipe.lanes.model_copy(update={"ranks": 1})
     alone = recipe.model_copy(update={"mode": "colocated", "lanes": lanes})
     device = torch.device(place(alone, machine, Path()).trainer.device)
-    with _threads(threads_per_worker(recipe, machine)), _exchange(recipe) as exchange:
+    with _threads(threads_per_worker(recipe, machine)), ExitStack() as stack:
+        exchange = make_exchange(recipe)
+        stack.callback(exchange.remove)
         blueprint = read_blueprint(recipe.model_copy(update={"lanes": lanes}))
         stages = len(sizes) + OTHER_STAGES
         bench = _Bench(device, TensorExchange(exchange), prompt_row(blueprint), progress, stages)
@@ -385,13 +386,3 @@ def _threads(threads: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def _exchange(recipe: Recipe) -> Iterator[ExchangeFolder]:
-    """A temporary exchange where the recipe's workers would have theirs."""
-    folder = make_exchange(recipe)
-    try:
-        yield folder
-    finally:
-        folder.remove()

@@ -14,6 +14,7 @@ from rich.table import Table
 from digenrl.config.reading import ConfigError
 from digenrl.console.text_symbols import duration, number
 from digenrl.report.headline import (
+    Change,
     ends_averaged,
     held_out_changes,
     prediction_accuracy,
@@ -28,14 +29,6 @@ from digenrl.run_folder.reading import RunRecord, read_run
 from digenrl.telemetry.lane_shares import TimeWindow, lane_shares, steady_window, without_helper_rows
 from digenrl.telemetry.lane_totals import lane_totals
 from digenrl.telemetry.styles import percent
-
-
-@dataclass(frozen=True, slots=True)
-class FirstAndLast:
-    """A value at the start and at the end of a run; `last` is None if there is only the first."""
-
-    first: float
-    last: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +63,10 @@ class RunSummary:
     status: Status
     steps_done: int
     steps_planned: int
-    reward: FirstAndLast | None
+    reward: Change | None
     reward_averaged_over: int
     rewards: Mapping[str, str]
-    held_out: Mapping[str, FirstAndLast]
+    held_out: Mapping[str, Change]
     samples_per_s: float | None
     stale_share: float | None
     helped_share: float | None
@@ -109,7 +102,7 @@ def report_run(path: Path, out: Path | None = None) -> WrittenReport:
 
 
 def summarise(run: RunRecord) -> RunSummary:
-    reward, steady = reward_change(run.steps), steady_window(run.trace)
+    steady = steady_window(run.trace)
     shares = lane_shares(run.trace, steady or TimeWindow(0, run.trace.end_ns))
     lanes = without_helper_rows(run.trace.lanes) if run.trace.spans else []
     return RunSummary(
@@ -117,7 +110,7 @@ def summarise(run: RunRecord) -> RunSummary:
         status=run.info.status,
         steps_done=run.steps[-1].step + 1 if run.steps else 0,
         steps_planned=run.recipe.steps,
-        reward=None if reward is None else FirstAndLast(reward.before, reward.after),
+        reward=reward_change(run.steps),
         reward_averaged_over=ends_averaged(len(run.steps)),
         rewards=reward_names(run.recipe),
         held_out=_held_out(run),
@@ -165,12 +158,12 @@ def summary_table(summary: RunSummary) -> Table:
     return table
 
 
-def _held_out(run: RunRecord) -> dict[str, FirstAndLast]:
+def _held_out(run: RunRecord) -> dict[str, Change]:
     changes = held_out_changes(run)
     if changes or not run.evaluations:
-        return {name: FirstAndLast(change.before, change.after) for name, change in changes.items()}
+        return changes
     first = run.evaluations[-1].values.get("reward_mean")
-    return {} if first is None else {"reward_mean": FirstAndLast(first, None)}
+    return {} if first is None else {"reward_mean": Change(first, None)}
 
 
 def _step_time(run: RunRecord) -> StepTime | None:
@@ -203,5 +196,5 @@ def _joined(*notes: str) -> str:
     return ", ".join(note for note in notes if note)
 
 
-def _arrow(values: FirstAndLast) -> str:
+def _arrow(values: Change) -> str:
     return f"{number(values.first)} -> {'?' if values.last is None else number(values.last)}"

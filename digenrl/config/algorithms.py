@@ -78,7 +78,8 @@ class AlgorithmSettings(Frozen):
     """Settings that every algorithm has, and the facts that follow from them.
 
     `replays` says what the trainer replays: the stochastic `steps` of the rollout, or the final latents,
-    `renoised`. A term of the loss has `rows_per_term` rows: 2 if it compares two samples. With
+    `renoised`. `needs_diffusion` says in words what needs steps of a diffusion, whose std is s = g sqrt(h), if
+    anything does. A term of the loss has `rows_per_term` rows: 2 if it compares two samples. With
     `same_initial_noise` all samples of a group start from the same noise. `same_initial_noise` and `window` are
     the defaults of a recipe's `sample`.
 
@@ -92,6 +93,7 @@ class AlgorithmSettings(Frozen):
     rows_per_term: ClassVar[Literal[1, 2]] = 1
     same_initial_noise: ClassVar[bool] = False
     window: ClassVar[Window] = AllSteps()
+    needs_diffusion: ClassVar[str | None] = None
 
     advantage: AdvantageSettings = AdvantageSettings()
     updates_per_batch: int = Field(default=1, ge=1)
@@ -112,11 +114,6 @@ class AlgorithmSettings(Frozen):
     def corrects_precision(self) -> bool:
         """Whether samples may be generated in another precision than that of training."""
         return self.replays == "renoised"  # no log-probs of the rollout are used
-
-    @property
-    def needs_diffusion(self) -> str | None:
-        """What needs steps of a diffusion, whose std is s = g sqrt(h), in words; None if nothing does."""
-        return None
 
     @property
     def generates_with_trained_weights(self) -> bool:
@@ -277,6 +274,7 @@ class FlashGrpoSettings(PolicyLossSettings):
     """
 
     window: ClassVar[Window] = SparseWindow()
+    needs_diffusion: ClassVar[str | None] = "flash_grpo"
 
     advantage: WholeBatchStd = WholeBatchStd()
     clip: float = Field(default=1e-3, gt=0, lt=1)
@@ -284,10 +282,6 @@ class FlashGrpoSettings(PolicyLossSettings):
 
     @property
     def needs_densities(self) -> str | None:
-        return "flash_grpo"
-
-    @property
-    def needs_diffusion(self) -> str | None:
         return "flash_grpo"
 
 

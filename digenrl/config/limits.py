@@ -1,4 +1,4 @@
-"""Integers in settings, with upper bounds far above any real run: a typing error must not fill the memory."""
+"""Types of settings. Upper bounds are far above any real run: a typing error must not fill the memory."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ LanesOrNone = Annotated[int, Field(ge=0, le=16_384)]
 EvaluationChunks = Annotated[int, Field(ge=1, le=65_536)]
 Rank = Annotated[int, Field(ge=1, le=16_384)]
 Rows = Annotated[int, Field(gt=0, le=1_000_000)]
+Text = Annotated[str, Field(min_length=1)]
 Weight = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 SAMPLES_PER_STEP = 1_048_576

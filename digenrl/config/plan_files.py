@@ -9,28 +9,12 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field
 
+from digenrl.config.profiles import PlannedWork, shown_value
 from digenrl.config.reading import ConfigError, Frozen, read_mapping, read_model
 from digenrl.config.recipes.files import read_recipe
 from digenrl.config.recipes.recipe import Recipe
 
 SECTIONS = ("lanes", "cluster", "batch", "techniques")  # the sections of a recipe that a plan sets
-
-
-class PlannedWork(Frozen):
-    """The work that a plan was made for. A recipe that differs in any of it needs another plan."""
-
-    family: str
-    model: str
-    height: int
-    width: int
-    frames: int
-    denoising_steps: int
-    prompts: int
-    samples_per_prompt: int
-    algorithm: str
-    lora_rank: int | None
-    lora_targets: tuple[str, ...] | str | None = None
-    pairs: bool = False
 
 
 class PlanPrediction(Frozen):
@@ -111,13 +95,9 @@ def check_planned_for(recipe: Recipe, plan: PlanFile, path: Path) -> None:
     for key, value in wanted.items():
         if planned[key] != value:
             raise ConfigError(
-                f"{path}: was made for {key} = {_show(planned[key])} ({plan.plan.recipe}), the recipe has "
-                f"{_show(value)}; make a plan for it with: digenrl plan RECIPE --cluster FILE"
+                f"{path}: was made for {key} = {shown_value(planned[key])} ({plan.plan.recipe}), the recipe has "
+                f"{shown_value(value)}; make a plan for it with: digenrl plan RECIPE --cluster FILE"
             )
-
-
-def _show(value: Any) -> str:
-    return "none" if value is None else str(value)
 
 
 def _flow_yaml(value: Any) -> str:

@@ -34,30 +34,41 @@ class DeviceFacts(Frozen):
     torch: str
 
 
-class ProfiledWork(Frozen):
+class PlannedWork(Frozen):
+    """The work that a plan was made for. A recipe that differs in any of it needs another plan.
+
+    `pairs` of images are encoded, not generated.
+    """
+
+    family: str
+    model: str
+    height: PositiveInt
+    width: PositiveInt
+    frames: PositiveInt
+    denoising_steps: PositiveInt
+    prompts: PositiveInt
+    samples_per_prompt: PositiveInt
+    algorithm: str
+    lora_rank: PositiveInt | None
+    lora_targets: tuple[str, ...] | str | None = None
+    pairs: bool = False
+
+
+class ProfiledWork(PlannedWork):
     """The work that was measured. A recipe that differs in more than its batch has other costs.
 
     `trained_steps` counts the denoising steps of a sample that are trained; `trained_share` is the fraction of
-    samples that are trained. `pairs` of images are encoded, not generated.
+    samples that are trained.
     """
 
     recipe: str
-    family: str
-    model: str
     dtype: str
     base: str = UNQUANTIZED
     generating_base: str | None = None
     vae_dtype: str
     text_tokens: PositiveInt | None = None
-    height: PositiveInt
-    width: PositiveInt
-    frames: PositiveInt
-    denoising_steps: PositiveInt
     guidance: float | None
-    prompts: PositiveInt
-    samples_per_prompt: PositiveInt
     slice: PositiveInt | Literal["auto"]
-    algorithm: str
     trained_steps: PositiveInt
     trained_share: float = Field(gt=0, le=1)
     updates_per_batch: PositiveInt
@@ -65,9 +76,6 @@ class ProfiledWork(Frozen):
     old_log_probs: str
     autocast: str
     packed: bool
-    lora_rank: PositiveInt | None
-    lora_targets: tuple[str, ...] | str | None = None
-    pairs: bool = False
 
 
 class SliceCost(Frozen):
@@ -166,3 +174,8 @@ def write_profile(profile: Profile, by: str | None = None) -> str:
 def rounded(seconds: float) -> float:
     """A measured time, rounded to its significant digits and to microseconds."""
     return float(f"{round(seconds, 6):.{DIGITS}g}")
+
+
+def shown_value(value: object) -> str:
+    """A value of the work in messages."""
+    return "none" if value is None else str(value)

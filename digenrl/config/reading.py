@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
@@ -53,7 +53,7 @@ class Frozen(BaseModel):
 
 @contextmanager
 def errors_in(path: object) -> Iterator[None]:
-    """Puts the path of a file, or a place in it, before the ConfigErrors that are raised inside."""
+    """Puts the path of a file, or a place in it, before the messages of ConfigErrors that are raised inside."""
     try:
         yield
     except ConfigError as error:
@@ -144,6 +144,15 @@ def check_content(content: Any) -> None:
             raise ConfigError(f"{_describe(value)} is not text: it has half of a surrogate pair")
 
 
+def mapped(content: Any, change: Callable[[Any], Any]) -> Any:
+    """The same mappings and lists, with every other value changed; tuples become lists."""
+    if isinstance(content, Mapping):
+        return {key: mapped(value, change) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [mapped(value, change) for value in content]
+    return change(content)
+
+
 def is_text(value: str) -> bool:
     """Whether a string can be written as UTF-8."""
     try:
@@ -155,11 +164,9 @@ def is_text(value: str) -> bool:
 
 def read_model(model: type[Model], path: Path) -> Model:
     """Reads a file into `model`; error messages begin with the path."""
-    try:
-        return parse_model(model, read_mapping(path))
-    except ConfigError as error:
-        message = str(error)
-        raise ConfigError(message if message.startswith(f"{path}:") else f"{path}: {message}") from None
+    content = read_mapping(path)
+    with errors_in(path):
+        return parse_model(model, content)
 
 
 def parse_model(model: type[Model], content: dict[str, Any]) -> Model:

@@ -24,7 +24,7 @@ from digenrl.config.limits import (
 )
 from digenrl.config.profile_filling import filled_in
 from digenrl.config.profiles import read_profile
-from digenrl.config.reading import ConfigError, Frozen, errors_about, parse_model, read_mapping
+from digenrl.config.reading import ConfigError, Frozen, errors_about, errors_in, parse_model, read_mapping
 
 OrderRuleName = Literal["generation", "batch"]
 StreamRuleName = Literal["group", "batch", "sample"]
@@ -202,14 +202,9 @@ class Spec(Frozen):
                 )
 
     def _check_needs_no_helper(self) -> None:
-        if self.policy.colocated:
-            raise ValueError(
-                "policy.colocated: needs trainer.helper, which says how the trainer's lanes generate; add it"
-            )
-        if self.policy.assist == "both":
-            raise ValueError(
-                "policy.assist: 'both' needs trainer.helper, which says how the trainer's lanes generate; add it"
-            )
+        if self.policy.colocated or self.policy.assist == "both":
+            rule = "policy.colocated:" if self.policy.colocated else "policy.assist: 'both'"
+            raise ValueError(f"{rule} needs trainer.helper, which says how the trainer's lanes generate; add it")
         if self.policy.help in ("greedy", "search"):
             raise ValueError(
                 f"policy.help: '{self.policy.help}' needs trainer.helper, which is absent; "
@@ -250,11 +245,9 @@ def read_spec(path: Path, profile: str | None = None) -> Spec:
     named, folder = content.pop("profile", None), path.parent
     if profile is not None:
         named, folder = profile, Path()
-    try:
+    with errors_in(path):
         if named is None:
             return parse_model(Spec, content)
         if not isinstance(named, str):
             raise ConfigError(f"profile: expected a name or a file, got {named!r}", "profile")
         return parse_model(Spec, filled_in(content, read_profile(named, folder), named))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}", error.where) from None

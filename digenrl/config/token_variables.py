@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import re
+from typing import Annotated
+
+from pydantic import AfterValidator
 
 PREFIX = "DIGENRL_"
 LIST = "DIGENRL_TOKEN_ENV"  # names of further variables, separated by commas
@@ -26,3 +29,6 @@ def check_token_variable(name: str, known: tuple[str, ...] = ()) -> str:
         f"the environment variable {name} is not listed for tokens; rename it to {PREFIX}..., or allow it with "
         f"{LIST}={name}"
     )
+
+
+TokenVariable = Annotated[str, AfterValidator(lambda name: check_token_variable(name))]  # of a recipe's key

@@ -164,10 +164,10 @@ def _append_lanes(text: Text, state: DashboardState, size: TerminalSize) -> None
             text.append(f"{'...':<{name_width}}", _FAINT)
             _append_folded(text, row, by_name, state.progress, size)
         else:
-            text.append(f"{row.lane.name:<{name_width}}")
-            _append_activity(text, by_name[row.lane.name], state.now_ns)
-            share = state.progress.busy_share(row.lane.name)
-            _append_busy(text, share, row.lane.pool, size)
+            text.append(f"{row.name:<{name_width}}")
+            _append_activity(text, by_name[row.name], state.now_ns)
+            share = state.progress.busy_share(row.name)
+            _append_busy(text, share, row.pool, size)
 
 
 def _append_activity(text: Text, activity: Activity, now_ns: int) -> None:

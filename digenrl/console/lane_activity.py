@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from digenrl.records import Calibrate, Evaluate, LaneJob, SendGradients, Slice, Train
-from digenrl.scheduling import SchedulerState
-from digenrl.scheduling.state import (
-    Committing,
-    Free,
-    Lane,
-    Restoring,
-    Saving,
-    SwitchingIn,
-    SwitchingOut,
-    Training,
+from digenrl.records import (
+    Calibrate,
+    Commit,
+    Evaluate,
+    LaneJob,
+    Save,
+    SendGradients,
+    Slice,
+    SwitchRole,
+    TakeUpdate,
+    Train,
 )
+from digenrl.scheduling import SchedulerState
+from digenrl.scheduling.state import Busy, Free, Lane, Restoring, SwitchingIn
 from digenrl.telemetry.trace import (
     GENERATOR_POOL,
     REWARD_POOL,
     TRAINER_LANE,
     TRAINER_POOL,
+    TRAINER_WORK,
     LaneInfo,
     Work,
     lane_work,
@@ -55,7 +58,7 @@ def _lane(state: SchedulerState, lane: Lane) -> Activity:
     if job is not None:
         return Activity(info, lane_work(job, helps), _description(job), job.issued_ns)
     shares_card = helps or state.terms.colocated
-    trains = shares_card and isinstance(state.trainer, Training | Committing | Saving | SwitchingIn | SwitchingOut)
+    trains = shares_card and isinstance(state.trainer, Busy | SwitchingIn)
     return Activity(info, None, "card is training" if trains else IDLE)
 
 
@@ -80,24 +83,20 @@ def _scorer(state: SchedulerState, index: int) -> Activity:
 
 
 def _trainer(state: SchedulerState) -> Activity:
-    work, description = _trainer_work(state)
-    return Activity(LaneInfo(TRAINER_LANE, TRAINER_POOL), work, description)
+    info, trainer = LaneInfo(TRAINER_LANE, TRAINER_POOL), state.trainer
+    if isinstance(trainer, Restoring):
+        return Activity(info, Work.RESTORE, f"version {state.committed}")
+    if isinstance(trainer, Busy | SwitchingIn):
+        return Activity(info, TRAINER_WORK[type(trainer.job)], _description_of_trainers(trainer.job))
+    return Activity(info, None, _work_of_cards(state) if isinstance(trainer, Free) else "cards are generating")
 
 
-def _trainer_work(state: SchedulerState) -> tuple[Work | None, str]:
-    match state.trainer:
-        case Training(job):
-            return Work.TRAIN, f"step {job.slice.step} group {job.slice.group}"
-        case Committing():
-            return Work.COMMIT, f"step {state.committed}"
-        case Saving() | Restoring() as busy:
-            return Work.SAVE if isinstance(busy, Saving) else Work.RESTORE, f"version {state.committed}"
-        case SwitchingIn() | SwitchingOut() as busy:
-            return Work.SWITCH, "to generating" if isinstance(busy, SwitchingIn) else "to training"
-        case Free():
-            return None, _work_of_cards(state)
-        case _:
-            return None, "cards are generating"
+def _description_of_trainers(job: Train | Commit | TakeUpdate | Save | SwitchRole) -> str:
+    if isinstance(job, Train):
+        return f"step {job.slice.step} group {job.slice.group}"
+    if isinstance(job, SwitchRole):
+        return "to generating" if job.role == "generate" else "to training"
+    return f"version {job.step}" if isinstance(job, Save) else f"step {job.step}"
 
 
 def _work_of_cards(state: SchedulerState) -> str:

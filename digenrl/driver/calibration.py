@@ -33,7 +33,7 @@ from digenrl.records import (
     SwitchRole,
     WeightsReference,
 )
-from digenrl.scheduling import Costs, RecordedStep, SchedulerState, SharedWorkRule, Terms, initial_state
+from digenrl.scheduling import Costs, SchedulerState, SharedWorkRule, Terms, initial_state
 from digenrl.simulation.prediction import predict
 from digenrl.simulation.shared_work import CHANGES, best_rules, best_stale_work, compared_steps, greedy_rule
 from digenrl.simulation.spec_costs import with_rules
@@ -362,21 +362,10 @@ def shared_training(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def initial_scheduler_state(
-    driver: Dispatcher,
-    calibration: Calibration,
-    slice_size: int,
-    *,
-    committed: int = 0,
-    jobs_issued: int = 0,
-    evaluates: bool = False,
-    served: int | None = None,
-    recorded: Sequence[RecordedStep] = (),
-) -> SchedulerState:
-    """The scheduler's state before the first tick. The driver measures costs from here on.
-
-    For `served` and `recorded` see `initial_state`.
-    """
+def schedule_facts(
+    driver: Dispatcher, calibration: Calibration, slice_size: int
+) -> tuple[Terms, Costs, Sequence[LaneOffer], Sequence[LaneOffer]]:
+    """What `initial_state` needs to know of a run. The driver measures costs from here on."""
     recipe = driver.stores.recipe
     generators, helpers = offers(driver, calibration, slice_size)
     terms = replace(
@@ -389,14 +378,4 @@ def initial_scheduler_state(
     )
     costs = calibration.costs(shares_work=terms.shares_work)
     driver.use_costs(CostTracker(dict(enumerate((*generators, *helpers))), costs), slice_size)
-    return initial_state(
-        terms,
-        costs,
-        generators,
-        helpers,
-        committed=committed,
-        jobs_issued=jobs_issued,
-        evaluates=evaluates,
-        served=served,
-        recorded=recorded,
-    )
+    return terms, costs, generators, helpers

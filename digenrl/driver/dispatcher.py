@@ -107,9 +107,8 @@ class Dispatcher:
         resources: RunResources,
         prompts: PromptStore,
         clock: Callable[[], int],
-        hooks: RunHooks | None = None,
+        hooks: RunHooks,
     ) -> None:
-        hooks = hooks or RunHooks()
         self._clock, self._look_around, self._notify = clock, hooks.look_around, hooks.notify
         self.stores = DriverStores(recipe, resources.workers, resources.artifacts, prompts)
         deadlines = JobDeadlines(recipe.lanes.patience_s, hooks.monotonic, recipe.scoring_limit_s)

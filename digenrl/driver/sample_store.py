@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from digenrl.driver.reward_sum import RewardNormalisation
+from digenrl.driver.reward_sum import Normalisation
 from digenrl.records import GroupArtifact, PromptRow, SampleId, Scores, Slice, SliceArtifact
 
 GroupKey = tuple[int, int]  # step and group
@@ -25,7 +25,7 @@ class SampleStore:
     Groups are trained with the weighted sum of raw scores, unless a `normalisation` is given.
     """
 
-    def __init__(self, normalisation: RewardNormalisation | None = None) -> None:
+    def __init__(self, normalisation: Normalisation | None = None) -> None:
         self._normalisation = normalisation
         self._groups: dict[GroupKey, _Group] = {}
         self._places: dict[GroupKey, int] = {}  # of groups that replace others
@@ -89,7 +89,7 @@ class SampleStore:
             return None
         rewards = tuple(group.values[index] for index in range(group_size))
         if self._normalisation is not None:
-            rewards = self._normalisation.rewards([group.parts[index] for index in range(group_size)])
+            rewards = self._normalisation([group.parts[index] for index in range(group_size)])
         return GroupArtifact(group.place, prompt, wanted, rewards)
 
     def complete_groups(self, step: int, group_size: int) -> tuple[int, ...]:

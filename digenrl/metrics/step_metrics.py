@@ -92,10 +92,6 @@ class StepMetrics:
         if isinstance(event, Committed):
             self._finish_step(event, state)
 
-    def close(self) -> None:
-        for sink in self._sinks:
-            sink.close()
-
     def _finish_step(self, event: Committed, state: SchedulerState) -> None:
         step, samples = event.job.step, state.terms.samples_per_step
         counts = self._samples.take(step)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from digenrl.config.recipes.experts import Expert
+from digenrl.config.recipes.recipe import Expert
 
 HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
 EXPERTS: dict[Expert, tuple[str, ...]] = {

@@ -9,14 +9,7 @@ from __future__ import annotations
 from itertools import combinations
 from math import ceil, inf
 
-from digenrl.config.spec import (
-    ColocatedCosts,
-    HelperCosts,
-    ScheduleRules,
-    Spec,
-    TimedGeneratorPool,
-    TrainerCosts,
-)
+from digenrl.config.spec import ColocatedCosts, HelperCosts, ScheduleRules, Spec, TimedGeneratorPool, TrainerCosts
 from digenrl.planning.candidates import PlanOptions, rates_of
 from digenrl.planning.costs import TrainerLayout, commit_seconds, switch_seconds, unit_seconds
 from digenrl.planning.facts.cluster import CardPool, Cluster

@@ -15,11 +15,7 @@ from digenrl.planning.facts.cluster import CardPool
 from digenrl.planning.facts.constants import CONSTANTS
 from digenrl.planning.facts.model_facts import BYTES_BF16, ForwardWork
 from digenrl.planning.facts.workload import Workload
-from digenrl.planning.memory import (
-    STATE_BYTES_PER_PARAMETER,
-    SUM_BYTES_PER_PARAMETER,
-    helper_fits_with_training,
-)
+from digenrl.planning.memory import STATE_BYTES_PER_PARAMETER, SUM_BYTES_PER_PARAMETER, helper_fits_with_training
 
 GB = 1e9
 GBIT = 1e9 / 8

@@ -15,14 +15,7 @@ from math import inf
 from digenrl.config.reading import ConfigError
 from digenrl.config.spec import Spec
 from digenrl.planning.both_directions import SharedResult, best_shared_plan
-from digenrl.planning.candidates import (
-    STALE_MIN_GAIN,
-    Candidate,
-    PlanOptions,
-    better_slices,
-    candidates,
-    splits,
-)
+from digenrl.planning.candidates import STALE_MIN_GAIN, Candidate, PlanOptions, better_slices, candidates, splits
 from digenrl.planning.colocated import colocated_plan
 from digenrl.planning.facts.cluster import CardPool, Cluster
 from digenrl.planning.facts.workload import Workload

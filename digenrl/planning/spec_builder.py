@@ -13,12 +13,7 @@ from digenrl.config.spec import (
     TimedRewardPool,
     TrainerCosts,
 )
-from digenrl.planning.costs import (
-    commit_seconds,
-    lane_slice_seconds,
-    switch_seconds,
-    unit_seconds,
-)
+from digenrl.planning.costs import commit_seconds, lane_slice_seconds, switch_seconds, unit_seconds
 from digenrl.planning.facts.cluster import CardPool
 from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import GeneratorLayout, Layout

@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from digenrl.config.reading import ConfigError, one_line
-from digenrl.config.recipes.source_sizes import SourceSize
+from digenrl.config.recipes.recipe import SourceSize
 from digenrl.prompts.sources import ImageSource, Prompt
 
 MULTIPLE = 32  # of the sides of sources that keep their aspect ratio

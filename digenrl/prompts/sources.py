@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from digenrl.config.limits import PROMPT_CHARACTERS
-from digenrl.config.reading import ConfigError, check_content, errors_in, is_text, one_line
+from digenrl.config.reading import ConfigError, check_content, errors_in, is_text, mapped, one_line
 from digenrl.config.recipes.prompts import PromptSettings
 
 ImageSource = Path | bytes
@@ -129,7 +129,7 @@ def _from_record(index: int, record: dict[str, Any], settings: PromptSettings, w
     metadata = {key: value for key, value in record.items() if key not in others}
     with errors_in(where):
         check_content(metadata)
-    return Prompt(index, text, _plain(metadata), images, pair, where)
+    return Prompt(index, text, mapped(metadata, _plain), images, pair, where)
 
 
 def _plain(value: Any) -> Any:
@@ -138,10 +138,6 @@ def _plain(value: Any) -> Any:
     Dates are text, bytes text in base64, decimals and durations (in seconds) numbers; numbers that are not finite
     are null.
     """
-    if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
     if isinstance(value, date | time):
         return value.isoformat()
     if isinstance(value, bytes):

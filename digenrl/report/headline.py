@@ -21,10 +21,10 @@ _MOST_HELD_OUT = 3
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A value before and after training."""
+    """A value at the start and at the end of a run; `last` is None if there is only the first."""
 
-    before: float
-    after: float
+    first: float
+    last: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from digenrl.config.reading import mapped
 from digenrl.report.content import content_of
 from digenrl.run_folder.reading import RunRecord
 from digenrl.telemetry.perfetto import write_perfetto
@@ -65,21 +66,17 @@ def embedded(content: Any) -> str:
     >>> embedded({"prompt": "</script><!--", "share": float("nan")})
     '{"prompt":"\\\\u003c/script\\\\u003e\\\\u003c!--","share":null}'
     """
-    text = json.dumps(_plain(content), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(mapped(content, _plain), separators=(",", ":"), allow_nan=False)
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
-def _plain(content: Any) -> Any:
-    """The content with floats rounded, and null for values that JSON does not have."""
-    if isinstance(content, float):
-        return float(f"{content:.6g}") if math.isfinite(content) else None
-    if isinstance(content, dict):
-        return {key: _plain(value) for key, value in content.items()}
-    if isinstance(content, list | tuple):
-        return [_plain(value) for value in content]
-    return content
+def _plain(value: Any) -> Any:
+    """Floats are rounded, and null if JSON does not have them."""
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _asset(name: str) -> str:

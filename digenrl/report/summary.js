@@ -50,7 +50,7 @@ function showHeadline(headline) {
 }
 
 function fromTo(change) {
-  const [before, after] = numbersAlike(change.before, change.after);
+  const [before, after] = numbersAlike(change.first, change.last);
   return [make("span", { class: "from" }, `${before} \u2192 `), after];
 }
 

@@ -5,6 +5,7 @@ The clips of videos are beside the grid, one MP4 per cell: `step_000010_0003.mp4
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -68,10 +69,7 @@ def write_grid(folder: RunFolder, steps_done: int, pictures: Path, scores: Seque
     images = [Image.open(path).convert("RGB") for path in sorted(pictures.glob("*.png"))]
     columns = columns_for(len(images))
     target = folder.grid(steps_done)
-    partial = target.with_suffix(".part")
-    with partial.open("wb") as file:
-        side_by_side(images, columns).save(file, format="PNG")
-    partial.replace(target)
+    write_png(side_by_side(images, columns), target)
     cells = tuple(
         GridCell(prompt=score.prompt, reward=_finite(score.reward), parts=_finite_parts(score.parts))
         for score in scores[: len(images)]
@@ -86,10 +84,14 @@ def write_grid(folder: RunFolder, steps_done: int, pictures: Path, scores: Seque
 
 def write_source_grid(folder: RunFolder, images: Sequence[Image.Image]) -> None:
     """Writes the source images of held-out prompts, which have the size of their samples."""
-    partial = folder.source_grid.with_suffix(".part")
-    with partial.open("wb") as file:
-        side_by_side(images, columns_for(len(images))).save(file, format="PNG")
-    partial.replace(folder.source_grid)
+    write_png(side_by_side(images, columns_for(len(images))), folder.source_grid)
+
+
+def write_png(image: Image.Image, path: Path) -> None:
+    """Writes an image to a file, completely or not at all."""
+    encoded = io.BytesIO()
+    image.save(encoded, format="PNG")
+    write_atomically(path, encoded.getvalue())
 
 
 def read_grid(image: Path) -> SampleGrid | None:

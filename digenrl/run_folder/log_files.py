@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import os
-import shutil
 from pathlib import Path
+
+from digenrl.run_folder.segments import compress
 
 LONGEST_BYTES = 32 << 20
 KEPT_PARTS = 4  # compressed, beside the file that grows
@@ -24,10 +24,7 @@ def rotate_logs(folder: Path, limit: int = LONGEST_BYTES) -> None:
             part = _part(log, number)
             if part.exists():
                 part.replace(_part(log, number + 1))
-        partial = log.with_name(f"{log.name}.partial")
-        with log.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as target:
-            shutil.copyfileobj(source, target, 1 << 20)
-        partial.replace(_part(log, 1))
+        compress(log, _part(log, 1))
         os.truncate(log, 0)
 
 

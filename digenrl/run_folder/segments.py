@@ -69,14 +69,18 @@ def compress_segments(path: Path) -> None:
     for segment in segments_of(path):
         if segment.compressed:
             continue
-        packed = segment.path.with_name(f"{segment.path.name}.gz")
-        partial = packed.with_name(packed.name + PARTIAL)
-        with segment.path.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as target:
-            shutil.copyfileobj(source, target, 1 << 20)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.rename(packed)
+        compress(segment.path, segment.path.with_name(f"{segment.path.name}.gz"))
         segment.path.unlink()
+
+
+def compress(path: Path, packed: Path) -> None:
+    """Writes a compressed copy of a file to disk, completely or not at all."""
+    partial = packed.with_name(packed.name + PARTIAL)
+    with path.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as target:
+        shutil.copyfileobj(source, target, 1 << 20)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+    partial.rename(packed)
 
 
 def unpack_to(path: Path, position: int) -> None:

@@ -18,8 +18,8 @@ from digenrl.driver.calibration import (
     calibrate,
     calibrate_remaining_sizes,
     choose_slice_size,
-    initial_scheduler_state,
     publish_initial_weights,
+    schedule_facts,
 )
 from digenrl.driver.dispatcher import Dispatcher, RunHooks
 from digenrl.driver.forwards import MeasuredForwards, measure_forwards
@@ -47,7 +47,7 @@ from digenrl.runs.replaying import RECORDED, initial_facts
 from digenrl.runs.resuming import ResumePoint, kept_positions, steps_to_repeat
 from digenrl.runs.step_time_prediction import StepTimePrediction
 from digenrl.runs.stopping import Stopper, StopRun
-from digenrl.scheduling import SchedulerState
+from digenrl.scheduling import SchedulerState, initial_state
 from digenrl.scheduling.invariants import Auditor
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import TRAINER_LANE
@@ -171,10 +171,8 @@ class TrainingRun:
         logger.info("calibrated: %s; slice size %d", calibration, slice_size)
         folder.write_recipe(_settled(folder.recipe, slice_size, forwards))
         evaluates = self._held_out.is_due_now()
-        state = initial_scheduler_state(
-            driver,
-            calibration,
-            slice_size,
+        state = initial_state(
+            *schedule_facts(driver, calibration, slice_size),
             committed=start.step,
             jobs_issued=start.jobs_issued,
             evaluates=evaluates,
@@ -233,14 +231,13 @@ class TrainingRun:
 
     def _lanes(self) -> tuple[LaneEntry, ...]:
         """Every row of the trace, and its device."""
-        workers, names = self._driver.stores.workers, self._driver.stores.lanes.names
-        rows = [LaneEntry(name=g.name, pool="generator", device=g.device) for g in workers.generators]
-        if not workers.generators:
-            rows = [LaneEntry(name=names[0], pool="generator", device=workers.trainer.device)]
+        workers, lanes = self._driver.stores.workers, self._driver.stores.lanes
+        count = len(workers.generators) or 1  # the other lanes are the trainer's helpers
+        generators, helpers = lanes.names[:count], lanes.names[count:]
+        rows = [LaneEntry(name=name, pool="generator", device=lanes.devices[name]) for name in generators]
         rows += [LaneEntry(name=r.name, pool="reward", device=r.device) for r in workers.rewards]
         rows.append(LaneEntry(name=TRAINER_LANE, pool="trainer", device=workers.trainer.device))
-        helpers = names[len(workers.generators) or 1 :]
-        rows += [LaneEntry(name=name, pool="trainer", device=workers.trainer.device) for name in helpers]
+        rows += [LaneEntry(name=name, pool="trainer", device=lanes.devices[name]) for name in helpers]
         return tuple(rows)
 
 

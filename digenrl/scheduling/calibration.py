@@ -8,23 +8,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from digenrl.records import Action, Calibrate, Calibrated
+from digenrl.records import Calibrate, Calibrated
 from digenrl.scheduling.encoding import encode
 from digenrl.scheduling.lanes import release
-from digenrl.scheduling.state import Outcome, SchedulerState, lane_of, put_lane
+from digenrl.scheduling.state import Outcome, SchedulerState, give_lanes, lane_of, put_lane
 
 
 def hand_out_calibrations(state: SchedulerState, at_ns: int) -> Outcome:
     """Every lane without known times gets its Calibrate job. The prompt may have to be encoded for it."""
     step = min(state.committed, state.terms.steps - 1)
     state, encoding = encode(state, [(step, 0)], at_ns)
-    jobs: list[Action] = []
-    for index in state.uncalibrated:
-        job = Calibrate(state.jobs_issued + len(jobs), at_ns, "generate", lane=index, step=step)
-        state = put_lane(state, replace(state.lanes[index], job=job))
-        jobs.append(job)
-    state = replace(state, jobs_issued=state.jobs_issued + len(jobs), uncalibrated=())
-    return state, (*encoding, *jobs)
+    jobs = [
+        Calibrate(job_id, at_ns, "generate", lane=index, step=step)
+        for job_id, index in enumerate(state.uncalibrated, start=state.jobs_issued)
+    ]
+    return replace(give_lanes(state, jobs), uncalibrated=()), (*encoding, *jobs)
 
 
 def absorb_calibrated(state: SchedulerState, event: Calibrated) -> Outcome:

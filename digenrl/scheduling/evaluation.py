@@ -10,20 +10,16 @@ from dataclasses import replace
 
 from digenrl.records import AbandonEvaluation, Action, Evaluate, Evaluated, HeldOutChunk
 from digenrl.scheduling.lanes import publish_newest, release
+from digenrl.scheduling.repeated_steps import is_served
 from digenrl.scheduling.scoring import enqueue
 from digenrl.scheduling.state import (
     Outcome,
     SchedulerState,
     find_evaluation,
-    fresh_evaluation,
+    give_lanes,
     is_available,
     put_evaluation,
 )
-
-
-def begin_evaluation(state: SchedulerState, version: int) -> SchedulerState:
-    """Queues the evaluation of a version."""
-    return replace(state, evaluations=(*state.evaluations, fresh_evaluation(state.terms, version)))
 
 
 def awaits_publication(state: SchedulerState) -> bool:
@@ -37,7 +33,7 @@ def awaits_publication(state: SchedulerState) -> bool:
 
 def hand_out_chunks(state: SchedulerState, at_ns: int) -> Outcome:
     """Gives chunks to the idle lanes that serve the version."""
-    jobs: list[Action] = []
+    handed_out: list[Action] = []
     for evaluation in state.evaluations:
         able = [
             index
@@ -45,25 +41,17 @@ def hand_out_chunks(state: SchedulerState, at_ns: int) -> Outcome:
             if state.lanes[index].version == state.lanes[index].sent_version == evaluation.version
             and is_available(state, state.lanes[index])
         ]
-        pairs = list(zip(able, evaluation.unstarted, strict=False))
-        if not pairs:
-            continue
-        lanes = list(state.lanes)
-        for index, chunk in pairs:
-            held_out = HeldOutChunk(evaluation.version, chunk)
-            job = Evaluate(state.jobs_issued + len(jobs), at_ns, held_out, index)
-            lanes[index] = replace(lanes[index], job=job)
-            jobs.append(job)
-        busy = {index for index, _ in pairs}
-        state = put_evaluation(
-            replace(state, lanes=tuple(lanes), idle=tuple(index for index in state.idle if index not in busy)),
-            replace(
-                evaluation,
-                unstarted=evaluation.unstarted[len(pairs) :],
-                sampling=evaluation.sampling + len(pairs),
-            ),
-        )
-    return replace(state, jobs_issued=state.jobs_issued + len(jobs)), tuple(jobs)
+        pairs = zip(able, evaluation.unstarted, strict=False)
+        jobs = [
+            Evaluate(job_id, at_ns, HeldOutChunk(evaluation.version, chunk), index)
+            for job_id, (index, chunk) in enumerate(pairs, start=state.jobs_issued)
+        ]
+        if jobs:
+            left, sampling = evaluation.unstarted[len(jobs) :], evaluation.sampling + len(jobs)
+            begun = replace(evaluation, unstarted=left, sampling=sampling)
+            state = put_evaluation(give_lanes(state, jobs), begun)
+            handed_out += jobs
+    return state, tuple(handed_out)
 
 
 def absorb_evaluated(state: SchedulerState, event: Evaluated) -> Outcome:
@@ -118,8 +106,7 @@ def abandon_if_unservable(state: SchedulerState, at_ns: int) -> Outcome:
     """Drops evaluations of older versions that no generator lane will serve again."""
     actions: tuple[Action, ...] = ()
     for version in [each.version for each in state.evaluations if each.unstarted]:
-        served = any(lane.present and not lane.helper and lane.sent_version == version for lane in state.lanes)
-        if version < state.committed and not served:
+        if version < state.committed and not is_served(state, version):
             state, abandoned = abandon(state, version, "no lane is left that serves this version", at_ns)
             actions += abandoned
     return state, actions

@@ -25,6 +25,7 @@ from digenrl.records import (
     Publish,
     Quarantine,
     Restore,
+    Save,
     Score,
     Slice,
     TakeUpdate,
@@ -39,15 +40,14 @@ from digenrl.scheduling.order import positions, positions_of_group, slices_in, s
 from digenrl.scheduling.repeated_steps import recorded_as_stale
 from digenrl.scheduling.scoring import end_score, ready_again, start_scoring
 from digenrl.scheduling.state import (
+    Busy,
     Free,
     GroupProgress,
     Outcome,
     ReadyUnit,
     Restoring,
-    Saving,
     SchedulerState,
     StepProgress,
-    Training,
     issue,
     open_step,
     put_group,
@@ -115,7 +115,9 @@ def _lose_trainer(state: SchedulerState, at_ns: int) -> Outcome:
         groups = tuple(replace(group, trained=0) for group in step.groups)
         step = replace(step, groups=groups, untrained_groups=state.terms.prompts)
         state = put_step(state, replace(step, ready=ready_again(state.terms, step, at_ns)))
-    saves = isinstance(state.trainer, Saving) or (isinstance(state.trainer, Restoring) and state.trainer.saves)
+    trainer = state.trainer
+    saved = isinstance(trainer, Busy) and isinstance(trainer.job, Save)
+    saves = saved or (isinstance(trainer, Restoring) and trainer.saves)
     state, job = issue(replace(state, exporting=None), at_ns, Restore, state.committed)
     return replace(state, trainer=Restoring(job, saves)), (job,)
 
@@ -226,7 +228,7 @@ def _take_back_score(state: SchedulerState, job: Score) -> tuple[SchedulerState,
 
 
 def _take_back_train(state: SchedulerState, job: Train, at_ns: int) -> tuple[SchedulerState, bool]:
-    assert state.trainer == Training(job), f"{job} was not issued"
+    assert state.trainer == Busy(job), f"{job} was not issued"
     step, piece = state.current, job.slice
     group, state = step.groups[piece.group], replace(state, trainer=Free())
     still_scored = group.scored & piece.mask() == piece.mask() and not group.retired

@@ -18,7 +18,8 @@ def absorb_costs(state: SchedulerState, event: CostsMeasured) -> tuple[Scheduler
     A plan for coming bubbles was made for the old times. It is kept if they hardly change: replanning costs a
     search, and a bubble that opens at another moment than planned triggers one anyway.
     """
-    costs = Costs(
+    costs = replace(
+        state.costs,
         train_sample_ns=event.train_sample_ns,
         commit_ns=event.commit_ns,
         publish_ns=event.publish_ns,
@@ -26,10 +27,8 @@ def absorb_costs(state: SchedulerState, event: CostsMeasured) -> tuple[Scheduler
         switch_out_ns=event.switch_out_ns,
         score_ns=event.score_ns,
         evaluate_ns=event.evaluate_ns,
-        score_chunk_ns=state.costs.score_chunk_ns,
         save_ns=event.save_ns,
         send_ns=event.send_ns,
-        reduce_ns=state.costs.reduce_ns,
     )
     lanes = list(state.lanes)
     for index, slice_ns in event.lane_slice_ns:

@@ -32,16 +32,11 @@ def slice_at(terms: Terms, step: int, position: int) -> Slice:
     return Slice(step, group, turn * terms.slice_size, terms.slice_size)
 
 
-def position_of(terms: Terms, piece: Slice) -> int:
-    """The position of a slice, or of the first slice of a piece, in its step's list.
+def positions(terms: Terms) -> Callable[[Slice], int]:
+    """A function that gives the position of a slice, or of the first slice of a piece, in its step's list.
 
     Slices of replacement groups come after all others.
     """
-    return positions(terms)(piece)
-
-
-def positions(terms: Terms) -> Callable[[Slice], int]:
-    """`position_of` as a function, for many pieces."""
     size, prompts, per_group = terms.slice_size, terms.prompts, terms.slices_per_group
     in_turns = prompts if terms.order == "batch" else 0  # groups that take turns; replacements do not
 

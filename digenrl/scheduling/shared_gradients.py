@@ -28,14 +28,14 @@ from digenrl.scheduling.evaluation import awaits_publication
 from digenrl.scheduling.lanes import release
 from digenrl.scheduling.scoring import ready_again
 from digenrl.scheduling.state import (
-    Committing,
     Free,
     Lane,
     Outcome,
     ReadyUnit,
     SchedulerState,
     SentGradients,
-    Updating,
+    free_trainer,
+    give_trainer,
     issue,
     open_step,
     put_group,
@@ -90,12 +90,10 @@ def commit_if_complete(state: SchedulerState, at_ns: int) -> Outcome:
     if step.update < terms.updates - 1:
         if terms.updates_need_all_rewards and step.unscored_groups:
             return state, ()
-        state, update = issue(state, at_ns, TakeUpdate, step.index, step.update, sent)
-        return replace(state, trainer=Updating(update)), (update,)
+        return give_trainer(state, at_ns, TakeUpdate, step.index, step.update, sent)
     if awaits_publication(state):
         return state, ()
-    state, commit = issue(state, at_ns, Commit, step.index, sent)
-    return replace(state, trainer=Committing(commit)), (commit,)
+    return give_trainer(state, at_ns, Commit, step.index, sent)
 
 
 # --- Results ---------------------------------------------------------------------------------------------------
@@ -140,8 +138,8 @@ def absorb_gradients_sent(state: SchedulerState, event: GradientsSent) -> Outcom
 
 def absorb_update_taken(state: SchedulerState, event: UpdateTaken) -> Outcome:
     """The next update is open, and lanes train it with its weights."""
-    assert state.trainer == Updating(event.job), f"{event} answers no job that was issued"
-    state = replace(state, trainer=Free(), lanes=tuple(replace(lane, trained=()) for lane in state.lanes))
+    state = free_trainer(state, event)
+    state = replace(state, lanes=tuple(replace(lane, trained=()) for lane in state.lanes))
     return _open_update(state, state.current.update + 1, event.at_ns), ()
 
 

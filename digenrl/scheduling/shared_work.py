@@ -16,15 +16,7 @@ from digenrl.records import Action, Generate, Role, Slice, Train
 from digenrl.scheduling.dispatch import reserved_before
 from digenrl.scheduling.shared_gradients import commit_if_complete, send_gradients
 from digenrl.scheduling.slice_assignment import SlicePicker
-from digenrl.scheduling.state import (
-    Lane,
-    Outcome,
-    ReadyUnit,
-    SchedulerState,
-    StepProgress,
-    is_available,
-    put_step,
-)
+from digenrl.scheduling.state import Lane, Outcome, ReadyUnit, SchedulerState, StepProgress, is_available, put_step
 
 UNLIMITED = 1 << 30  # slices
 LATE = 1.25  # times what a job was expected to take

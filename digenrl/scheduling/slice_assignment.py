@@ -11,7 +11,7 @@ from digenrl.scheduling.dispatch import Reservations, assign_by_finish, first_un
 from digenrl.scheduling.order import slice_at
 from digenrl.scheduling.repeated_steps import is_served, recorded_as_stale, stale_budget
 from digenrl.scheduling.staleness import admitted_samples
-from digenrl.scheduling.state import GroupProgress, SchedulerState, StepProgress
+from digenrl.scheduling.state import GroupProgress, SchedulerState, StepProgress, give_lanes
 
 
 class SlicePicker:
@@ -237,17 +237,8 @@ def issue_slices(
     """Generate jobs for what lanes have taken from the picker."""
     if not taken:
         return state, ()
-    lanes, jobs = list(state.lanes), list[Generate]()
-    for index, piece in taken:
-        job = Generate(state.jobs_issued + len(jobs), at_ns, piece, index, lanes[index].version)
-        lanes[index] = replace(lanes[index], job=job)
-        jobs.append(job)
-    busy = {index for index, _ in taken}
-    state = replace(
-        state,
-        lanes=tuple(lanes),
-        idle=tuple(index for index in state.idle if index not in busy),
-        steps=picker.steps(),
-        jobs_issued=state.jobs_issued + len(jobs),
+    jobs = tuple(
+        Generate(job_id, at_ns, piece, index, state.lanes[index].version)
+        for job_id, (index, piece) in enumerate(taken, start=state.jobs_issued)
     )
-    return state, tuple(jobs)
+    return replace(give_lanes(state, jobs), steps=picker.steps()), jobs

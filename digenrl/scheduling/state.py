@@ -9,14 +9,18 @@ from typing import TypeVar
 
 from digenrl.records import (
     Action,
+    Calibrate,
     Commit,
     Encode,
+    Evaluate,
     Export,
+    Generate,
     HeldOutChunk,
     Job,
     LaneJob,
     LaneOffer,
     Restore,
+    Result,
     Role,
     Save,
     Score,
@@ -33,6 +37,7 @@ UNLIMITED = 1 << 30
 NO_VERSION = -2  # older than any step admits
 
 AnyJob = TypeVar("AnyJob", bound=Job)
+TrainerJob = TypeVar("TrainerJob", Train, Commit, TakeUpdate, Save, SwitchRole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +202,7 @@ class EvaluationProgress:
         return not self.unstarted and not self.sampling
 
 
-# --- What the trainer is doing: one class per state. ------------------------------------------------------------
+# --- What the trainer is doing ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,31 +228,10 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
-    """Replaying samples."""
+class Busy:
+    """Doing a job, after which it is free: with SwitchRole, its lanes change back to training."""
 
-    job: Train
-
-
-@dataclass(frozen=True, slots=True)
-class Committing:
-    """Taking the optimizer step."""
-
-    job: Commit
-
-
-@dataclass(frozen=True, slots=True)
-class Updating:
-    """Taking an optimizer update before the step's last one."""
-
-    job: TakeUpdate
-
-
-@dataclass(frozen=True, slots=True)
-class Saving:
-    """Writing a checkpoint."""
-
-    job: Save
+    job: Train | Commit | TakeUpdate | Save | SwitchRole
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,30 +270,11 @@ class Helping:
 
 
 @dataclass(frozen=True, slots=True)
-class SwitchingOut:
-    """Its lanes change back to training."""
-
-    job: SwitchRole
-
-
-@dataclass(frozen=True, slots=True)
 class Generating:
     """Colocated: all lanes generate the step's slices."""
 
 
-TrainerState = (
-    Free
-    | Training
-    | Committing
-    | Updating
-    | Saving
-    | Restoring
-    | SwitchingIn
-    | BetweenRounds
-    | Helping
-    | SwitchingOut
-    | Generating
-)
+TrainerState = Free | Busy | Restoring | SwitchingIn | BetweenRounds | Helping | Generating
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,6 +463,31 @@ def is_available(state: SchedulerState, lane: Lane) -> bool:
 def issue(state: SchedulerState, at_ns: int, kind: type[AnyJob], *fields: object) -> tuple[SchedulerState, AnyJob]:
     """A new job with the next id."""
     return replace(state, jobs_issued=state.jobs_issued + 1), kind(state.jobs_issued, at_ns, *fields)
+
+
+def give_lanes(state: SchedulerState, jobs: Sequence[Evaluate | Generate | Calibrate]) -> SchedulerState:
+    """Lanes hold these new jobs, and are not idle any more."""
+    lanes = list(state.lanes)
+    for job in jobs:
+        lanes[job.lane] = replace(lanes[job.lane], job=job)
+    return replace(
+        state,
+        lanes=tuple(lanes),
+        idle=tuple(index for index in state.idle if lanes[index].job is None),
+        jobs_issued=state.jobs_issued + len(jobs),
+    )
+
+
+def give_trainer(state: SchedulerState, at_ns: int, kind: type[TrainerJob], *fields: object) -> Outcome:
+    """The trainer gets a new job, after which it is free."""
+    state, job = issue(state, at_ns, kind, *fields)
+    return replace(state, trainer=Busy(job)), (job,)
+
+
+def free_trainer(state: SchedulerState, result: Result) -> SchedulerState:
+    """The trainer has answered its job."""
+    assert isinstance(state.trainer, Busy) and state.trainer.job == result.job, f"{result} answers no job it holds"
+    return replace(state, trainer=Free())
 
 
 def reconsider_help(state: SchedulerState) -> SchedulerState:

@@ -75,9 +75,7 @@ class Terms:
     search_budget: int = 500  # nodes that one help decision may visit
     slice_failures_per_group: int = 3  # failed slices after which a group is quarantined
     replacements_per_step: int = 64  # quarantined groups of one step beyond which the run gives up
-    hedge_after: float = (
-        0.0  # times its expected time, after which a slice is also given to an idle lane; 0: never
-    )
+    hedge_after: float = 0.0  # times its expected time, after which an idle lane gets the slice, too; 0: never
     encodes: bool = False  # whether the scheduler issues Encode jobs
     evaluate_every: int = 0  # versions between evaluations; 0: never
     evaluation_chunks: int = 0

@@ -23,26 +23,25 @@ from digenrl.records import (
     Wait,
 )
 from digenrl.scheduling.encoding import encode_step
-from digenrl.scheduling.evaluation import abandon_if_unservable, awaits_publication, begin_evaluation
+from digenrl.scheduling.evaluation import abandon_if_unservable, awaits_publication
 from digenrl.scheduling.help.choose_help import choose_help
 from digenrl.scheduling.lanes import publish_newest
 from digenrl.scheduling.slice_assignment import SlicePicker, issue_slices, take_from_front
 from digenrl.scheduling.state import (
     BetweenRounds,
-    Committing,
     Free,
     Generating,
     Helping,
     HelpPlan,
     Outcome,
     Restoring,
-    Saving,
     SchedulerState,
     StepProgress,
     SwitchingIn,
-    SwitchingOut,
-    Training,
+    free_trainer,
+    fresh_evaluation,
     fresh_step,
+    give_trainer,
     issue,
     put_group,
     put_step,
@@ -59,7 +58,7 @@ def direct_trainer(state: SchedulerState, at_ns: int) -> Outcome:
     if isinstance(state.trainer, BetweenRounds):
         return _next_round_or_return(state, state.trainer, at_ns)
     if isinstance(state.trainer, Generating) and state.current.ready and not _evaluating(state):
-        return _switch_to_training(state, at_ns)
+        return give_trainer(state, at_ns, SwitchRole, "train")
     return state, ()
 
 
@@ -69,7 +68,7 @@ def save_and_stop(state: SchedulerState, at_ns: int) -> Outcome:
     lanes_busy = any(lane.job for lane in state.lanes if state.terms.colocated or (lane.helper and shares_cards))
     if state.finished or lanes_busy or not isinstance(state.trainer, Free | BetweenRounds | Generating):
         return state, ()
-    return _save(state, at_ns)
+    return give_trainer(state, at_ns, Save, state.committed)
 
 
 # --- Results ---------------------------------------------------------------------------------------------------
@@ -77,9 +76,8 @@ def save_and_stop(state: SchedulerState, at_ns: int) -> Outcome:
 
 def absorb_trained(state: SchedulerState, event: Trained) -> Outcome:
     """The samples count as trained, unless their group was quarantined meanwhile."""
-    assert state.trainer == Training(event.job), f"{event} answers no job that was issued"
     step = _mark_trained(state.terms, state.current, event.job.slice)
-    return replace(put_step(state, step), trainer=Free()), ()
+    return put_step(free_trainer(state, event), step), ()
 
 
 def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
@@ -87,7 +85,7 @@ def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
 
     If it is due, it is evaluated, and the trainer saves it before anything else.
     """
-    assert state.trainer == Committing(event.job), f"{event} answers no job that was issued"
+    state = free_trainer(state, event)
     terms, version, at_ns = state.terms, state.committed + 1, event.at_ns
     following = version + 1
     opened = (fresh_step(terms, following, state.recorded),) if following < terms.steps else ()
@@ -99,14 +97,14 @@ def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
     )
     if terms.shares_work:
         lanes = tuple(replace(lane, taken=lane.taken_ahead, taken_ahead=0) for lane in lanes)
-    state = replace(state, committed=version, steps=(*state.steps[1:], *opened), lanes=lanes, trainer=Free())
+    state = replace(state, committed=version, steps=(*state.steps[1:], *opened), lanes=lanes)
     state, abandoned = abandon_if_unservable(state, at_ns)
     if terms.evaluates(version):
-        state = begin_evaluation(state, version)
+        state = replace(state, evaluations=(*state.evaluations, fresh_evaluation(terms, version)))
     state, encoding = encode_step(state, following, at_ns)
     state, published = publish_newest(state, at_ns)
     if terms.saves(version):
-        state, next_job = _save(state, at_ns)
+        state, next_job = give_trainer(state, at_ns, Save, version)
     else:
         state, next_job = _generate_if_colocated(state, at_ns)
     return state, (*abandoned, *encoding, *published, *next_job)
@@ -114,18 +112,16 @@ def absorb_committed(state: SchedulerState, event: Committed) -> Outcome:
 
 def absorb_saved(state: SchedulerState, event: Saved) -> Outcome:
     """The version is in a checkpoint."""
-    assert state.trainer == Saving(event.job), f"{event} answers no job that was issued"
-    state = replace(state, trainer=Free(), saved=event.job.step)
+    state = replace(free_trainer(state, event), saved=event.job.step)
     return (state, ()) if state.stopping else _generate_if_colocated(state, event.at_ns)
 
 
 def absorb_role_switched(state: SchedulerState, event: RoleSwitched) -> Outcome:
     """The trainer is free, or its lanes generate from the next tick on."""
+    if event.job.role == "train":
+        return free_trainer(state, event), ()
     trainer = state.trainer
-    assert isinstance(trainer, SwitchingIn | SwitchingOut), f"{event} while the trainer is {trainer}"
-    assert trainer.job == event.job, f"{event} answers no job that was issued"
-    if isinstance(trainer, SwitchingOut):
-        return replace(state, trainer=Free()), ()
+    assert isinstance(trainer, SwitchingIn) and trainer.job == event.job, f"{event} answers no job it holds"
     plan = trainer.plan
     return replace(state, trainer=Generating() if plan is None else BetweenRounds(plan, rounds_done=0)), ()
 
@@ -147,7 +143,7 @@ def absorb_exported(state: SchedulerState, event: Exported) -> Outcome:
     state = replace(state, exporting=None, trainer=Free() if restored else trainer)
     state, published = publish_newest(state, event.at_ns)
     if isinstance(trainer, Restoring) and trainer.saves:
-        state, saving = _save(state, event.at_ns)
+        state, saving = give_trainer(state, event.at_ns, Save, state.committed)
         return state, (*published, *saving)
     return state, published
 
@@ -160,21 +156,14 @@ def _direct_free_trainer(state: SchedulerState, at_ns: int) -> Outcome:
     if step.untrained_groups == 0:
         if awaits_publication(state):
             return state, ()
-        state, commit = issue(state, at_ns, Commit, step.index)
-        return replace(state, trainer=Committing(commit)), (commit,)
+        return give_trainer(state, at_ns, Commit, step.index)
     if step.ready:
         unit = step.ready[0]
-        state, train = issue(state, at_ns, Train, Slice(step.index, unit.group, unit.first, unit.size))
         state = put_step(state, replace(step, ready=step.ready[1:]))
-        return replace(state, trainer=Training(train)), (train,)
+        return give_trainer(state, at_ns, Train, Slice(step.index, unit.group, unit.first, unit.size))
     if state.terms.colocated:  # a slice was lost and has to be generated again
         return _switch_to_generating(state, None, at_ns)
     return _help_or_wait(state, at_ns)
-
-
-def _save(state: SchedulerState, at_ns: int) -> Outcome:
-    state, job = issue(state, at_ns, Save, state.committed)
-    return replace(state, trainer=Saving(job)), (job,)
 
 
 def _generate_if_colocated(state: SchedulerState, at_ns: int) -> Outcome:
@@ -187,11 +176,6 @@ def _generate_if_colocated(state: SchedulerState, at_ns: int) -> Outcome:
 def _switch_to_generating(state: SchedulerState, plan: HelpPlan | None, at_ns: int) -> Outcome:
     state, job = issue(state, at_ns, SwitchRole, "generate")
     return replace(state, trainer=SwitchingIn(job, plan)), (job,)
-
-
-def _switch_to_training(state: SchedulerState, at_ns: int) -> Outcome:
-    state, job = issue(state, at_ns, SwitchRole, "train")
-    return replace(state, trainer=SwitchingOut(job)), (job,)
 
 
 def _evaluating(state: SchedulerState) -> bool:
@@ -233,4 +217,4 @@ def _next_round_or_return(state: SchedulerState, between: BetweenRounds, at_ns: 
     if wanted and picker.may_start(state.committed, plan.current_step_only):
         state, jobs = issue_slices(state, picker, take_from_front(state, picker, state.helpers), at_ns)
         return replace(state, trainer=Helping(plan, between.rounds_done + 1)), jobs
-    return _switch_to_training(state, at_ns)
+    return give_trainer(state, at_ns, SwitchRole, "train")

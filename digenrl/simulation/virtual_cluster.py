@@ -55,12 +55,23 @@ from digenrl.records import (
     Wake,
     WorkerJoined,
 )
-from digenrl.scheduling import SchedulerState
-from digenrl.scheduling.order import position_of
+from digenrl.scheduling import Costs, SchedulerState
+from digenrl.scheduling.order import positions
 
 SLICE_ENDS, SCORES, TRAINER, PUBLICATIONS = range(4)
 FAILURE = "simulated failure"
 CALIBRATION_JOBS = 2  # full jobs that a calibration takes: one to warm up, one against the clock
+
+
+# Jobs that take the same time whatever they hold: their results, and that time.
+_TRAINER_JOBS: dict[type[Action], tuple[Callable[[int, Any], Event], Callable[[Costs], int]]] = {
+    SendGradients: (GradientsSent, lambda costs: costs.send_ns),
+    TakeUpdate: (UpdateTaken, lambda costs: costs.reduce_ns + costs.commit_ns),
+    Commit: (Committed, lambda costs: costs.reduce_ns + costs.commit_ns),
+    Save: (Saved, lambda costs: costs.save_ns),
+    Restore: (Restored, lambda costs: 0),
+    Export: (Exported, lambda costs: 0),
+}
 
 
 class StalledError(RuntimeError):
@@ -83,6 +94,7 @@ class VirtualCluster:
     def __init__(self, initial: SchedulerState, faults: Faults | None = None, start_ns: int = 0) -> None:
         self.now_ns = start_ns
         self._terms, self._costs = initial.terms, initial.costs
+        self._position = positions(initial.terms)
         self._offers = {lane.index: lane.offer for lane in initial.lanes}
         self._roles: dict[int, Role] = {lane.index: lane.role for lane in initial.lanes}
         self._faults = faults or Faults()
@@ -108,7 +120,11 @@ class VirtualCluster:
 
     def submit(self, action: Action) -> None:
         """Starts a job now."""
-        self._START[type(action)](self, action)
+        if type(action) in _TRAINER_JOBS:
+            result, takes_ns = _TRAINER_JOBS[type(action)]
+            self._report(TRAINER, result(self.now_ns + takes_ns(self._costs), action))
+        else:
+            self._START[type(action)](self, action)
 
     def _pop(self) -> Event:
         event = heappop(self._due)[-1]
@@ -124,7 +140,7 @@ class VirtualCluster:
         end = self.now_ns + self._offers[job.lane].expected_ns(self._terms.slices_in(job.slice.size))
         if self._terms.shares_work:
             end += self._change_role(job.lane, "generate")
-        order = (job.slice.step, position_of(self._terms, job.slice))
+        order = (job.slice.step, self._position(job.slice))
         if job.id in self._faults.failing_jobs:
             self._report(SLICE_ENDS, JobFailed(end, job, FAILURE), order)
             return
@@ -165,18 +181,6 @@ class VirtualCluster:
         offer = self._offers[lane]
         return (offer.switch_in_ns if role == "generate" else offer.switch_out_ns) if changes else 0
 
-    def _send_gradients(self, job: SendGradients) -> None:
-        self._report(TRAINER, GradientsSent(self.now_ns + self._costs.send_ns, job))
-
-    def _take_update(self, job: TakeUpdate) -> None:
-        self._report(TRAINER, UpdateTaken(self.now_ns + self._costs.reduce_ns + self._costs.commit_ns, job))
-
-    def _commit(self, job: Commit) -> None:
-        self._report(TRAINER, Committed(self.now_ns + self._costs.reduce_ns + self._costs.commit_ns, job))
-
-    def _save(self, job: Save) -> None:
-        self._report(TRAINER, Saved(self.now_ns + self._costs.save_ns, job))
-
     def _publish(self, job: Publish) -> None:
         arrives: dict[int, list[int]] = {}
         for lane in job.lanes:
@@ -187,12 +191,6 @@ class VirtualCluster:
     def _switch(self, job: SwitchRole) -> None:
         takes_ns = self._costs.switch_in_ns if job.role == "generate" else self._costs.switch_out_ns
         self._report(TRAINER, RoleSwitched(self.now_ns + takes_ns, job))
-
-    def _restore(self, job: Restore) -> None:
-        self._report(TRAINER, Restored(self.now_ns, job))
-
-    def _export(self, job: Export) -> None:
-        self._report(TRAINER, Exported(self.now_ns, job))
 
     def _encode(self, job: Encode) -> None:
         self._report(SLICE_ENDS, Encoded(self.now_ns, job), (-1, 0))
@@ -208,16 +206,10 @@ class VirtualCluster:
         Generate: _generate,
         Score: _score,
         Train: _train,
-        SendGradients: _send_gradients,
-        TakeUpdate: _take_update,
-        Commit: _commit,
         Publish: _publish,
         SwitchRole: _switch,
         Evaluate: _evaluate,
         Calibrate: _calibrate,
-        Save: _save,
-        Restore: _restore,
-        Export: _export,
         Wait: _nothing,
         Wake: _wake,
         Quarantine: _nothing,

@@ -7,11 +7,11 @@ from itertools import pairwise
 from xml.etree import ElementTree
 
 from digenrl.telemetry import svg_parts as svg
-from digenrl.telemetry.row_folding import FoldedRow, LaneRow, Row, fold_lanes
+from digenrl.telemetry.row_folding import FoldedRow, Row, fold_lanes
 from digenrl.telemetry.stacked_work import stacked_work
 from digenrl.telemetry.styles import fresh_style, percent, style_of, styles_in
 from digenrl.telemetry.time_axis import horizon_ns, seconds_text, ticks_ns
-from digenrl.telemetry.trace import Span, Trace, Work
+from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
 from digenrl.telemetry.utilisation import LaneUse, lane_uses, pool_share, spans_by_lane
 
 _MOST_ROWS = 40
@@ -70,7 +70,7 @@ def gantt_svg(trace: Trace, title: str = "", axis_ns: int = 0) -> str:
     """
     until_ns = max(1, axis_ns, horizon_ns(trace))
     rows = fold_lanes(trace.lanes, _MOST_ROWS, _KEPT_OF_EACH_KIND)
-    names = [row.lane.name for row in rows if isinstance(row, LaneRow)]
+    names = [row.name for row in rows if isinstance(row, LaneInfo)]
     left = _MARGIN + 14 + max([svg.text_width(_shortened(name), 12) for name in names] + [60.0])
     image = svg.new_image(_WIDTH, title or "What every lane did, and when")
     drawing = _Drawing(
@@ -100,7 +100,7 @@ def gantt_svg(trace: Trace, title: str = "", axis_ns: int = 0) -> str:
 def _pools(rows: tuple[Row, ...]) -> dict[str, list[Row]]:
     pools: dict[str, list[Row]] = {}
     for row in rows:
-        lane = row.lane if isinstance(row, LaneRow) else row.lanes[0]
+        lane = row if isinstance(row, LaneInfo) else row.lanes[0]
         pools.setdefault(lane.pool, []).append(row)
     return pools
 
@@ -128,8 +128,8 @@ def _draw_rows(drawing: _Drawing, rows: tuple[Row, ...], top: float) -> None:
         _draw_pool_heading(drawing, pool, top)
         top += _POOL_HEADING_HEIGHT
         for row in pool_rows:
-            if isinstance(row, LaneRow):
-                _draw_lane(drawing, row.lane.name, top)
+            if isinstance(row, LaneInfo):
+                _draw_lane(drawing, row.name, top)
             else:
                 _draw_folded(drawing, row, top)
             top += _ROW_PITCH

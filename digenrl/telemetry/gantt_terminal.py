@@ -55,7 +55,7 @@ def _row_text(
     if isinstance(row, FoldedRow):
         busy = percent(row.busy_share(uses))
         return Text(f"{'...':<{name_width}} {len(row.lanes)} more like these, {busy} busy\n", style=_FAINT)
-    name, use = row.lane.name, uses[row.lane.name]
+    name, use = row.name, uses[row.name]
     text = Text(f"{_shortened(name, name_width):<{name_width}} ")
     text.append_text(_bar(spans[name], use.elsewhere, until_ns, columns))
     text.append(f"{percent(use.busy_share):>{_SHARE_WIDTH}}\n")

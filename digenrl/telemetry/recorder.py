@@ -9,7 +9,6 @@ from digenrl.records import (
     NO_LANE,
     Action,
     Calibrate,
-    Commit,
     Committed,
     Evaluate,
     Event,
@@ -17,14 +16,12 @@ from digenrl.records import (
     Job,
     Publish,
     Published,
-    Restore,
     Result,
     Save,
     Score,
     SendGradients,
     Slice,
     SwitchRole,
-    TakeUpdate,
     Train,
     Wait,
     WorkerJoined,
@@ -37,21 +34,13 @@ from digenrl.telemetry.trace import (
     REWARD_POOL,
     TRAINER_LANE,
     TRAINER_POOL,
+    TRAINER_WORK,
     LaneInfo,
     Span,
     Trace,
     Work,
     lane_work,
 )
-
-_TRAINER_WORK: dict[type[Job], Work] = {
-    Train: Work.TRAIN,
-    Commit: Work.COMMIT,
-    TakeUpdate: Work.COMMIT,
-    Save: Work.SAVE,
-    SwitchRole: Work.SWITCH,
-    Restore: Work.RESTORE,
-}
 
 
 @dataclass(slots=True)
@@ -158,7 +147,7 @@ class Recorder:
             return lost.pool == "generator" and lane == lost.lane
         if isinstance(job, Score):
             return lost.pool == "reward" and job.scorer == lost.lane
-        return lost.pool == "trainer" and type(job) in _TRAINER_WORK
+        return lost.pool == "trainer" and type(job) in TRAINER_WORK
 
     def _add_span(self, job: Job, version: int, at_ns: int) -> None:
         end_ns = max(job.issued_ns, at_ns)
@@ -184,9 +173,9 @@ class Recorder:
         elif isinstance(job, SendGradients) and end_ns > job.issued_ns:
             lane = self._lane_names[job.lane]
             self._keep(Span(lane, Work.SEND, job.issued_ns, end_ns, job.step, version=version))
-        elif type(job) in _TRAINER_WORK and end_ns > job.issued_ns:
+        elif type(job) in TRAINER_WORK and end_ns > job.issued_ns:
             step = max(0, job.step - 1) if isinstance(job, Save) else version
-            self._keep(Span(TRAINER_LANE, _TRAINER_WORK[type(job)], job.issued_ns, end_ns, step, version=version))
+            self._keep(Span(TRAINER_LANE, TRAINER_WORK[type(job)], job.issued_ns, end_ns, step, version=version))
 
     def _open_publication(self, job: Publish) -> None:
         """Publications whose lanes never answered are dropped once two newer versions are published."""

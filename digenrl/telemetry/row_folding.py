@@ -14,13 +14,6 @@ _FEWEST_FOLDED = 3
 
 
 @dataclass(frozen=True, slots=True)
-class LaneRow:
-    """A row that shows one lane."""
-
-    lane: LaneInfo
-
-
-@dataclass(frozen=True, slots=True)
 class FoldedRow:
     """A row for several lanes that are similar to those above it."""
 
@@ -31,7 +24,7 @@ class FoldedRow:
         return sum(uses[lane.name].busy_share for lane in self.lanes) / len(self.lanes)
 
 
-Row: TypeAlias = LaneRow | FoldedRow
+Row: TypeAlias = LaneInfo | FoldedRow
 
 
 def pools_of(lanes: Iterable[LaneInfo]) -> dict[str, tuple[LaneInfo, ...]]:
@@ -63,7 +56,7 @@ def fold_lanes(lanes: tuple[LaneInfo, ...], most_rows: int, kept: int) -> tuple[
     for of_pool in pools_of(lanes).values():
         for alike in _kinds(of_pool):
             shown = kept if len(alike) - kept >= _FEWEST_FOLDED else len(alike)
-            rows.extend(LaneRow(lane) for lane in alike[:shown])
+            rows.extend(alike[:shown])
             if shown < len(alike):
                 rows.append(FoldedRow(alike[shown:]))
     return tuple(rows)

@@ -18,11 +18,12 @@ class WorkStyle:
     stale: bool = False
 
 
-_FRESH = {
+_FRESH = {  # in the order of the legends: that of a sample's life
     Work.GENERATE: WorkStyle("g", "generate", fill="#4f86d9", ink="#ffffff"),
     Work.HELP: WorkStyle("h", "trainer helps generate", fill="#17876f", ink="#ffffff"),
     Work.SCORE: WorkStyle("r", "score (reward)", fill="#b694d8", ink="#2b1b3d"),
     Work.TRAIN: WorkStyle("T", "train", fill="#f2a541", ink="#3d2600"),
+    Work.SEND: WorkStyle("d", "send gradients", fill="#c65d2e", ink="#ffffff"),
     Work.COMMIT: WorkStyle("C", "commit (optimizer step)", fill="#2f3640", ink="#ffffff"),
     Work.SWITCH: WorkStyle("x", "switch of role", fill="#8d96a3", ink="#ffffff"),
     Work.PUBLISH: WorkStyle("p", "publish weights", fill="#d6487b", ink="#ffffff"),
@@ -30,21 +31,12 @@ _FRESH = {
     Work.SAVE: WorkStyle("w", "save (write a checkpoint)", fill="#8a5a3c", ink="#ffffff"),
     Work.RESTORE: WorkStyle("R", "restore a lost trainer", fill="#6b7a2f", ink="#ffffff"),
     Work.CALIBRATE: WorkStyle("k", "calibrate a new lane", fill="#c9b458", ink="#2e2700"),
-    Work.SEND: WorkStyle("d", "send gradients", fill="#c65d2e", ink="#ffffff"),
 }
 _STALE = {
     Work.GENERATE: WorkStyle("s", "generate, stale weights", fill="#a9c4ee", ink="#12305f", stale=True),
     Work.HELP: WorkStyle("H", "trainer helps, stale weights", fill="#8cc9b9", ink="#063b30", stale=True),
 }
-# The order of the legends: that of a sample's life.
-LEGEND_ORDER: tuple[WorkStyle, ...] = (
-    _FRESH[Work.GENERATE],
-    _STALE[Work.GENERATE],
-    _FRESH[Work.HELP],
-    _STALE[Work.HELP],
-    *(_FRESH[work] for work in (Work.SCORE, Work.TRAIN, Work.SEND, Work.COMMIT, Work.SWITCH, Work.PUBLISH)),
-    *(_FRESH[work] for work in (Work.EVALUATE, Work.SAVE, Work.RESTORE, Work.CALIBRATE)),
-)
+LEGEND_ORDER = tuple(styles[work] for work in _FRESH for styles in (_FRESH, _STALE) if work in styles)
 
 
 def style_of(span: Span) -> WorkStyle:

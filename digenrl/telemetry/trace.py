@@ -6,7 +6,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from digenrl.records import Calibrate, Evaluate, LaneJob, SendGradients, Train
+from digenrl.records import (
+    Calibrate,
+    Commit,
+    Evaluate,
+    Job,
+    LaneJob,
+    Restore,
+    Save,
+    SendGradients,
+    SwitchRole,
+    TakeUpdate,
+    Train,
+)
 
 TRAINER_LANE: Final = "trainer"  # the row of the trainer as one unit; its helper lanes have their own rows
 GENERATOR_POOL: Final = "generator"
@@ -60,17 +72,27 @@ class Span:
         return self.work in (Work.GENERATE, Work.HELP) and self.version < self.step
 
 
+TRAINER_WORK: dict[type[Job], Work] = {
+    Train: Work.TRAIN,
+    Commit: Work.COMMIT,
+    TakeUpdate: Work.COMMIT,
+    Save: Work.SAVE,
+    SwitchRole: Work.SWITCH,
+    Restore: Work.RESTORE,
+}
+
+
+_LANE_WORK: dict[type[Job], Work] = {
+    Calibrate: Work.CALIBRATE,
+    Evaluate: Work.EVALUATE,
+    Train: Work.TRAIN,
+    SendGradients: Work.SEND,
+}
+
+
 def lane_work(job: LaneJob, helps: bool) -> Work:
     """The kind of work of a lane's job; `helps` for one of the trainer's lanes."""
-    if isinstance(job, Calibrate):
-        return Work.CALIBRATE
-    if isinstance(job, Evaluate):
-        return Work.EVALUATE
-    if isinstance(job, Train):
-        return Work.TRAIN
-    if isinstance(job, SendGradients):
-        return Work.SEND
-    return Work.HELP if helps else Work.GENERATE
+    return _LANE_WORK.get(type(job), Work.HELP if helps else Work.GENERATE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -160,10 +160,10 @@ def test_every_step_is_compared_with_the_newest_prediction() -> None:
 def test_the_headline_of_the_handmade_run(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     shown = headline_of(run)
-    assert shown["reward"] == {"before": 0.25, "after": 0.5}
+    assert shown["reward"] == {"first": 0.25, "last": 0.5}
     assert shown["held_out"] == {
-        "reward_mean": {"before": 0.2, "after": 0.8},
-        "reward/ocr.exact": {"before": 0.0, "after": 0.75},
+        "reward_mean": {"first": 0.2, "last": 0.8},
+        "reward/ocr.exact": {"first": 0.0, "last": 0.75},
     }
     assert shown["samples_per_s"] == 0.4
     assert (shown["stale_share"], shown["helped_share"]) == (0.125, 0.0)
@@ -178,7 +178,7 @@ def test_evaluations_with_other_settings_are_not_compared(tmp_path: Path) -> Non
     changed = [rows[0], *({**rows[1], "step": step, "settings": "new"} for step in (1, 2))]
     changed[-1]["reward_mean"] = 0.9
     run = read_run(write_run(tmp_path / "run", evaluations=changed))
-    assert headline_of(run)["held_out"]["reward_mean"] == {"before": 0.8, "after": 0.9}
+    assert headline_of(run)["held_out"]["reward_mean"] == {"first": 0.8, "last": 0.9}
     assert [each.y for each in curves.held_out_charts(run)[0].series] == [(0.2, None, None), (None, 0.8, 0.9)]
     assert [each["step"] for each in grids(run)["shown"]] == [1, 2] and grids(run)["others"] == 1
     alone = headline_of(read_run(write_run(tmp_path / "other", evaluations=changed[:2])))

@@ -19,10 +19,13 @@ from digenrl.console.lane_activity import lane_activity
 from digenrl.console.live_view import Clocks, JsonView, PlainView, RunTitle, TerminalView, choose_view
 from digenrl.console.progress import Progress
 from digenrl.console.text_symbols import duration
+from digenrl.records import TakeUpdate
 from digenrl.run_folder.metric_lines import EvaluationRecord, StepRecord
 from digenrl.scheduling import SchedulerState
+from digenrl.scheduling.state import Busy
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.recorder import Recorder
+from digenrl.telemetry.trace import Work
 
 SECOND = 1_000_000_000
 TITLE = RunTitle("demo", Path("runs/demo-1"), steps=4)
@@ -124,6 +127,12 @@ def test_every_lane_has_a_row_with_its_work() -> None:
 
     watch(opening, [Feed()], after=(AfterEach(look),))
     assert seen == {"generate", "score", "train", "commit", "switch", "help", "idle", "card", "cards"}
+
+
+def test_an_update_inside_a_step_shows_as_a_commit() -> None:
+    state = replace(initial_state_of(**BOTH), trainer=Busy(TakeUpdate(0, 0, step=3, update=0)))
+    (trainer,) = (each for each in lane_activity(state) if each.lane.name == "trainer")
+    assert (trainer.work, trainer.description) == (Work.COMMIT, "step 3")
 
 
 def test_lanes_that_do_both_show_what_they_train_and_send() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from handmade_traces import SECOND, large_trace, span
 
-from digenrl.telemetry.row_folding import FoldedRow, LaneRow, fold_lanes
+from digenrl.telemetry.row_folding import FoldedRow, fold_lanes
 from digenrl.telemetry.stacked_work import Layer, stacked_work
 from digenrl.telemetry.styles import LEGEND_ORDER, fresh_style
 from digenrl.telemetry.time_axis import seconds_text, ticks_ns
@@ -15,13 +15,13 @@ from digenrl.telemetry.utilisation import lane_uses
 
 def test_few_lanes_are_not_folded() -> None:
     lanes = large_trace(generators=9).lanes
-    assert fold_lanes(lanes, most_rows=len(lanes), kept=2) == tuple(LaneRow(lane) for lane in lanes)
+    assert fold_lanes(lanes, most_rows=len(lanes), kept=2) == lanes
 
 
 def test_many_lanes_are_folded_by_kind_and_every_lane_is_in_one_row() -> None:
     lanes = large_trace(generators=24).lanes
     rows = fold_lanes(lanes, most_rows=20, kept=4)
-    in_rows = [lane for row in rows for lane in (row.lanes if isinstance(row, FoldedRow) else (row.lane,))]
+    in_rows = [lane for row in rows for lane in (row.lanes if isinstance(row, FoldedRow) else (row,))]
     assert in_rows == list(lanes)
     folds = [row for row in rows if isinstance(row, FoldedRow)]
     assert [(fold.lanes[0].name, len(fold.lanes)) for fold in folds] == [("a100-4", 12), ("l40s-4", 4)]
@@ -32,7 +32,7 @@ def test_folding_keeps_the_total_busy_time() -> None:
     uses = lane_uses(trace)
     rows = fold_lanes(trace.lanes, most_rows=40, kept=8)
     total = sum(
-        row.busy_share(uses) * len(row.lanes) if isinstance(row, FoldedRow) else uses[row.lane.name].busy_share
+        row.busy_share(uses) * len(row.lanes) if isinstance(row, FoldedRow) else uses[row.name].busy_share
         for row in rows
     )
     assert len(rows) <= 40
@@ -42,7 +42,7 @@ def test_folding_keeps_the_total_busy_time() -> None:
 def test_lanes_of_a_pool_come_together_even_when_they_are_listed_apart() -> None:
     lanes = (LaneInfo("a-0", "generator"), LaneInfo("trainer", "trainer"), LaneInfo("a-1", "generator"))
     rows = fold_lanes(lanes, most_rows=10, kept=4)
-    assert rows == (LaneRow(lanes[0]), LaneRow(lanes[2]), LaneRow(lanes[1]))
+    assert rows == (lanes[0], lanes[2], lanes[1])
 
 
 @pytest.mark.parametrize("until_ns", [1, 7, 999, 19 * SECOND, 58_200_000_000, 3600 * SECOND])

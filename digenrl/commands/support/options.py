@@ -13,13 +13,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Override settings of the recipe, e.g. training.lora.rank=8."),
 ]
-RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="The recipe: a YAML file, or the name of a shipped recipe.")
-]
-OptionalRecipe = Annotated[
-    str | None,
-    typer.Argument(metavar="RECIPE", help="The recipe: a YAML file, or the name of a shipped recipe."),
-]
+_RECIPE = typer.Argument(metavar="RECIPE", help="The recipe: a YAML file, or the name of a shipped recipe.")
+RecipeName = Annotated[str, _RECIPE]
+OptionalRecipe = Annotated[str | None, _RECIPE]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, e.g. runs/demo-1.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite existing files.")]

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from digenrl.config.generator_pools import GeneratorPool
+from digenrl.config.limits import Text
 from digenrl.config.reading import Frozen
 
 NAME = r"^[a-z0-9][a-z0-9_-]*$"
@@ -25,7 +26,7 @@ class WorkerResources(Frozen):
 
     gpus: Annotated[float, Field(ge=0)] | None = None
     cpus: float = Field(default=1.0, ge=0)
-    accelerator: str | None = Field(default=None, min_length=1)
+    accelerator: Text | None = None
     labels: dict[str, str] = Field(default={})
     resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
 
@@ -72,7 +73,7 @@ class ClusterSettings(Frozen):
     does so to other machines, where that is faster.
     """
 
-    address: str = Field(default="auto", min_length=1)
+    address: Text = "auto"
     generators: tuple[ClusterGeneratorPool, ...] = ()
     trainer: WorkerResources = WorkerResources()
     rewards: CpuWorkerResources = CpuWorkerResources()

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from digenrl.config.import_paths import add_to_python_path
-from digenrl.config.reading import ConfigError, check_content, parse_model, read_mapping
+from digenrl.config.reading import ConfigError, check_content, mapped, parse_model, read_mapping
 from digenrl.config.recipes.overrides import Override, apply_override, blame, omegaconf_message, read_overrides
 from digenrl.config.recipes.paths import PACKAGE, find_file, names_in, place_paths
 from digenrl.config.recipes.prompts import PromptSettings
@@ -106,7 +106,7 @@ def write_recipe(recipe: Recipe) -> str:
 
     The paths of a recipe that was read are absolute.
     """
-    return OmegaConf.to_yaml(OmegaConf.create(_escaped(recipe.model_dump(mode="json"))))
+    return OmegaConf.to_yaml(OmegaConf.create(mapped(recipe.model_dump(mode="json"), _escaped)))
 
 
 def fingerprint(recipe: Recipe) -> str:
@@ -127,7 +127,7 @@ def fingerprint(recipe: Recipe) -> str:
         **({} if prompts.pair_columns is None else {"pair_columns": list(prompts.pair_columns)}),
         **({} if prompts.count is None or prompts.path is None else {"count": prompts.count}),
     }
-    return _digest(json.dumps(_canonical(content), sort_keys=True).encode())
+    return _digest(json.dumps(mapped(content, _canonical), sort_keys=True).encode())
 
 
 def evaluation_fingerprint(recipe: Recipe) -> str:
@@ -221,22 +221,14 @@ def _refuse_resolvers(config: DictConfig) -> None:
 
 
 def _escaped(value: Any) -> Any:
-    """The same content with `${` escaped, so that it is not read as an interpolation."""
-    if isinstance(value, Mapping):
-        return {key: _escaped(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_escaped(inner) for inner in value]
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
-    return value
+    """A value with `${` escaped, so that it is not read as an interpolation."""
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"(\\*)\$\{", lambda found: found[1] * 2 + r"\${", value)
 
 
 def _canonical(value: Any) -> Any:
-    """The same content with 1.0 written as 1, so that both have the same hash."""
-    if isinstance(value, Mapping):
-        return {str(key): _canonical(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_canonical(inner) for inner in value]
+    """1.0 is written as 1, so that both have the same hash."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from digenrl.config.limits import DRAWN_PROMPTS
+from digenrl.config.limits import DRAWN_PROMPTS, Text
 from digenrl.config.reading import Frozen, nearest
 from digenrl.prompt_sets.contract import PromptSet, Split
 from digenrl.prompt_sets.registry import PROMPT_SETS
@@ -24,9 +24,9 @@ class PromptSettings(Frozen):
     """
 
     path: Path | None = None
-    column: str = Field(default="prompt", min_length=1, description="the prompt's key in .jsonl and .parquet")
-    image_column: str | None = Field(
-        default=None, min_length=1, description="likewise, of its source images; `image` or `images` by default"
+    column: Text = Field(default="prompt", description="the prompt's key in .jsonl and .parquet")
+    image_column: Text | None = Field(
+        default=None, description="likewise, of its source images; `image` or `images` by default"
     )
     pair_columns: tuple[str, str] | None = Field(
         default=None, description="likewise, of the chosen and of the rejected image; [chosen, rejected]"

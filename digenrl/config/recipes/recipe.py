@@ -13,10 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
-from digenrl.config.algorithms import (
-    AlgorithmSettings,
-    read_algorithm_settings,
-)
+from digenrl.config.algorithms import AlgorithmSettings, read_algorithm_settings
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
 from digenrl.config.limits import (
     DenoisingSteps,
@@ -28,16 +25,15 @@ from digenrl.config.limits import (
     Pixels,
     PromptsPerStep,
     Rows,
+    Text,
     check_samples,
 )
 from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipes.attention import fixed_kernels
 from digenrl.config.recipes.base_precision import UNQUANTIZED, BasePrecision, EncoderPrecision
 from digenrl.config.recipes.cluster import ClusterSettings
-from digenrl.config.recipes.experts import Expert
 from digenrl.config.recipes.paths import RANDOM
 from digenrl.config.recipes.prompts import HeldOutPromptSettings, PromptSettings
-from digenrl.config.recipes.source_sizes import SourceSize
 from digenrl.config.recipes.topology import TOPOLOGIES, Mode, Topology
 from digenrl.config.recipes.training import PublishSettings, TrainerSettings
 from digenrl.config.recipes.windows import Window, read_window
@@ -51,6 +47,8 @@ TERMS_PER_JOB = 8  # loss terms of a Train job, at least, if every card trains a
 TOKEN_VARIABLE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")
 
 Share = Annotated[float, Field(ge=0, le=1)]
+Expert = Literal["high", "low", "both"]  # of two transformers, by the noise levels
+SourceSize = Literal["crop", "area"]  # how source images are resized
 
 
 class ModelSettings(Frozen):
@@ -66,13 +64,13 @@ class ModelSettings(Frozen):
     """
 
     family: str
-    source: str = Field(min_length=1)
-    base_source: str | None = Field(
-        default=None, min_length=1, description="the pipeline around a single file; the family's published one"
+    source: Text
+    base_source: Text | None = Field(
+        default=None, description="the pipeline around a single file; the family's published one"
     )
-    revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id")
-    variant: str | None = Field(default=None, min_length=1, description="weight files of this variant, as fp16")
-    subfolder: str | None = Field(default=None, min_length=1, description="the pipeline's folder in the source")
+    revision: Text | None = Field(default=None, description="branch, tag or commit of a hub id")
+    variant: Text | None = Field(default=None, description="weight files of this variant, as fp16")
+    subfolder: Text | None = Field(default=None, description="the pipeline's folder in the source")
     token: str | None = Field(default=None, description="env:NAME, a variable with an access token of the hub")
     compile: bool | Literal["auto"] = "auto"
     attention: Literal["auto"] | Kernel | dict[PassKind, Kernel] = Field(
@@ -389,7 +387,7 @@ class LoggingSettings(Frozen):
     """Where metrics go besides `metrics.jsonl`. `wandb` is the name of a project and needs the extra `wandb`."""
 
     tensorboard: bool = True
-    wandb: str | None = Field(default=None, min_length=1)
+    wandb: Text | None = None
     verbose: bool = Field(default=False, description="log files also get debug messages")
 
     @field_validator("wandb", mode="before")

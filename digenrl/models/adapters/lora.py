@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from digenrl.config.reading import ConfigError, nearest
-from digenrl.config.recipes.experts import Expert
+from digenrl.config.recipes.recipe import Expert
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.experts import EXPERTS, parts_of, path_in
 from digenrl.models.quantized.formats import quantize_fp8

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import yaml
 from pydantic import Field
@@ -16,14 +16,22 @@ from digenrl.config.reading import ConfigError, Frozen, nearest, parse_model
 Positive = Annotated[float, Field(gt=0)]
 
 
-class Card(Frozen):
+class CatalogueEntry(Frozen):
+    """A named entry of the catalogue."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+
+
+Entry = TypeVar("Entry", bound=CatalogueEntry)
+
+
+class Card(CatalogueEntry):
     """A card as described by its data sheet; link rates are per direction. A cluster file can define its own.
 
     `fp8`: whether it has units for products in fp8.
     """
 
-    name: str
-    aliases: tuple[str, ...] = ()
     accelerator: str | None = None
     bf16_tflops: Positive
     memory_gib: Positive
@@ -60,19 +68,6 @@ def known_cards() -> tuple[Card, ...]:
 def find_card(name: str) -> Card:
     """The card with this name or alias; raises ConfigError with the nearest name."""
     return find_entry("card", name, known_cards())
-
-
-class Named(Protocol):
-    """An entry of the catalogue."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def aliases(self) -> tuple[str, ...]: ...
-
-
-Entry = TypeVar("Entry", bound=Named)
 
 
 def read_catalogue(file_name: str) -> list[dict[str, Any]]:

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from digenrl.config.limits import Text
 from digenrl.config.profiles import NonNegativeSeconds, PositiveSeconds, Profile, find_profile, read_profile
-from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping
+from digenrl.config.reading import Frozen, errors_about, errors_in, parse_model, read_mapping
 from digenrl.planning.facts.cards import Card, Positive, find_card, known_cards, undescribed_card
 from digenrl.planning.facts.constants import CONSTANTS
 from digenrl.planning.facts.model_facts import Whole
@@ -84,7 +85,7 @@ class CardPool(Frozen):
     usd_per_hour: Annotated[float, Field(ge=0)] | None = None
     measured: Measured = Measured()
     profile: Profile | None = None
-    accelerator: str | None = Field(default=None, min_length=1)
+    accelerator: Text | None = None
     labels: dict[str, str] = Field(default={})
     resources: dict[str, Positive] = Field(default={})
     site: str = ""
@@ -203,17 +204,9 @@ def read_cluster(path: Path) -> Cluster:
     A pool's profile file is relative to the folder of the cluster file.
     """
     content = read_mapping(path)
-    try:
+    with errors_in(path):
         for index, pool in enumerate(content["pools"] if isinstance(content.get("pools"), list) else ()):
             if isinstance(pool, dict) and isinstance(pool.get("profile"), str):
-                pool["profile"] = str(_profile_path(pool["profile"], path.parent, f"pools[{index}].profile"))
+                with errors_about(f"pools[{index}].profile"):
+                    pool["profile"] = str(find_profile(pool["profile"], path.parent))
         return parse_model(Cluster, content)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}", error.where) from None
-
-
-def _profile_path(profile: str, folder: Path, key: str) -> Path:
-    try:
-        return find_profile(profile, folder)
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}", key) from None

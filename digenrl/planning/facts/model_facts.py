@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from digenrl.config.reading import ConfigError, Frozen, parse_model
-from digenrl.planning.facts.cards import Positive, find_entry, read_catalogue
+from digenrl.planning.facts.cards import CatalogueEntry, Positive, find_entry, read_catalogue
 
 Whole = Annotated[int, Field(ge=1)]
 WholeOrZero = Annotated[int, Field(ge=0)]
@@ -161,10 +161,9 @@ class ModelFacts(Frozen):
         return round(self.lora_linears * rank * 2 * self.hidden)
 
 
-class CatalogueModel(ModelFacts):
+class CatalogueModel(ModelFacts, CatalogueEntry):
     """A model of the catalogue. `sources` are words in the names of its published pipelines."""
 
-    aliases: tuple[str, ...] = ()
     sources: tuple[str, ...]
     published: PublishedSettings
 

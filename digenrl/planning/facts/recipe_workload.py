@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.plan_files import work_of
-from digenrl.config.profiles import Profile, ProfiledWork
+from digenrl.config.profiles import Profile, ProfiledWork, shown_value
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipes.paths import RANDOM
 from digenrl.config.recipes.recipe import TERMS_PER_JOB, Recipe
@@ -218,8 +218,8 @@ def _check_profile(recipe: Recipe, profile: Profile, where: str) -> None:
     for key, value in wanted.items():
         if key not in BATCH_KEYS and not same_costs(key, measured[key], value):
             raise ConfigError(
-                f"{where} was measured for {key} = {_value(measured[key])} ({profile.work.recipe}), the recipe "
-                f"has {_value(value)}; measure it with: digenrl profile RECIPE"
+                f"{where} was measured for {key} = {shown_value(measured[key])} ({profile.work.recipe}), the "
+                f"recipe has {shown_value(value)}; measure it with: digenrl profile RECIPE"
             )
 
 
@@ -241,10 +241,6 @@ def _is_random_copy(random: str, other: str) -> bool:
     """Whether `random` has random weights in the size of `other`: any size, or one like 2.1-14b in its name."""
     source, _, size = random.partition(":")
     return source == RANDOM and size.rpartition("-")[2] in other.lower()
-
-
-def _value(value: Any) -> str:
-    return "none" if value is None else str(value)
 
 
 def _has_size(config: Path, entry: CatalogueModel) -> bool:

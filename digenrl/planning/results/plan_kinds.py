@@ -111,7 +111,6 @@ def _main_cause(winner: Plan, loser: Plan) -> Cause:
 
 
 def _why_better(winner: Plan, loser: Plan) -> str:
-    of_a_step = f"s of a step of {loser.step_s:.1f} s there"
     cause = _main_cause(winner, loser)
     split_efficiency = winner.efficiency * winner.makespan_s / loser.makespan_s
     may_be_idle = loser.kind in SPLIT_KINDS and cause in ("waiting", "gaps") and split_efficiency < 1 - NOTICEABLE
@@ -120,33 +119,28 @@ def _why_better(winner: Plan, loser: Plan) -> str:
             f"no split keeps all cards busy: of what they could do at most, the best split does "
             f"{split_efficiency:.0%}, and both directions {winner.efficiency:.0%}"
         )
-    slowest = loser.layout.trainer.pool.card.name
-    words: dict[Cause, str] = {
-        "waiting": f"its cards are busy {_busy(winner):.0%} of the time, against {_busy(loser):.0%}",
-        "gathering": f"adding up gradients and updating weights takes {_gathering_s(loser):.1f} {of_a_step}",
-        "switching": f"changes of role take {_switching_s(loser):.1f} {of_a_step}",
-        "training": f"a sample trains in {_card_seconds(winner):.3g} card-seconds, against "
-        f"{_card_seconds(loser):.3g}",
-        "slow cards": f"{slowest} sets the pace of all cards' training there",
-        "fewer cards": f"{winner.layout.cards} cards are used, not {loser.layout.cards}",
-        "gaps": "less time is lost between generation and training",
-    }
-    return words[cause]
+    return _difference(cause, winner, loser, loser)
 
 
 def _why_worse(loser: Plan, winner: Plan) -> str:
-    of_a_step = f"s of a step of {loser.step_s:.1f} s"
+    return _difference(_main_cause(winner, loser), loser, winner, loser)
+
+
+def _difference(cause: Cause, plan: Plan, other: Plan, loser: Plan) -> str:
+    """The cause in words, said of a plan that is compared with another one; one of them is the loser."""
+    there = "" if plan is loser else " there"
+    of_a_step = f"s of a step of {loser.step_s:.1f} s{there}"
     words: dict[Cause, str] = {
-        "waiting": f"its cards are busy {_busy(loser):.0%} of the time, those of the best {_busy(winner):.0%}",
+        "waiting": f"its cards are busy {_busy(plan):.0%} of the time, against {_busy(other):.0%}",
         "gathering": f"adding up gradients and updating weights takes {_gathering_s(loser):.1f} {of_a_step}",
         "switching": f"changes of role take {_switching_s(loser):.1f} {of_a_step}",
-        "training": f"a sample trains in {_card_seconds(loser):.3g} card-seconds, against "
-        f"{_card_seconds(winner):.3g}",
-        "slow cards": f"{loser.layout.trainer.pool.card.name} sets the pace of all cards' training",
-        "fewer cards": f"only {loser.layout.cards} cards are used, not {winner.layout.cards}",
-        "gaps": "more time is lost between generation and training",
+        "training": f"a sample trains in {_card_seconds(plan):.3g} card-seconds, against "
+        f"{_card_seconds(other):.3g}",
+        "slow cards": f"{loser.layout.trainer.pool.card.name} sets the pace of all cards' training{there}",
+        "fewer cards": f"{plan.layout.cards} cards are used, not {other.layout.cards}",
+        "gaps": f"{'more' if plan is loser else 'less'} time is lost between generation and training",
     }
-    return words[_main_cause(winner, loser)]
+    return words[cause]
 
 
 def _busy(plan: Plan) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from digenrl.config.reading import mapped
 from digenrl.planning.facts.workload import Workload
 from digenrl.planning.memory import MemoryReport
 from digenrl.planning.results.plans import Plan, PlanResult
@@ -156,18 +157,14 @@ def cost_source(workload: Workload) -> str:
 
 def spec_as_dict(plan: Plan) -> dict[str, Any]:
     """The plan's SPEC with plain numbers, for YAML or JSON, without absent parts."""
-    content: dict[str, Any] = _plain(plan.spec.model_dump(mode="python", exclude_none=True))
+    content: dict[str, Any] = mapped(plan.spec.model_dump(mode="python", exclude_none=True), _plain)
     if not plan.spec.policy.colocated:
         content.pop("colocate", None)
     return content
 
 
 def _plain(value: Any) -> Any:
-    """Decimals as int or float; tuples as lists."""
-    if isinstance(value, dict):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+    """A decimal as int or float."""
     if isinstance(value, int | str | bool):
         return value
     number = float(value)
@@ -183,10 +180,5 @@ def _memory_words(memory: MemoryReport | None) -> str:
 def _memory_dict(memory: MemoryReport | None) -> dict[str, float] | None:
     if memory is None:
         return None
-    return {
-        "weights_gib": round(memory.weights_gib, 2),
-        "optimizer_gib": round(memory.optimizer_gib, 2),
-        "activations_gib": round(memory.activations_gib, 2),
-        "total_gib": round(memory.total_gib, 2),
-        "available_gib": round(memory.available_gib, 2),
-    }
+    names = ("weights_gib", "optimizer_gib", "activations_gib", "total_gib", "available_gib")
+    return {name: round(getattr(memory, name), 2) for name in names}

@@ -11,14 +11,7 @@ from itertools import permutations
 from math import ceil
 
 from digenrl.planning.candidates import PlanOptions
-from digenrl.planning.costs import (
-    GB,
-    GBIT,
-    TrainerLayout,
-    commit_seconds,
-    network_bytes_s,
-    training_pass_seconds,
-)
+from digenrl.planning.costs import GB, GBIT, TrainerLayout, commit_seconds, network_bytes_s, training_pass_seconds
 from digenrl.planning.facts.cluster import CardPool, Cluster
 from digenrl.planning.facts.workload import Workload
 from digenrl.planning.memory import GIB, RECOMPUTED_BLOCKS, available_gib, trained_state_bytes

@@ -150,11 +150,7 @@ def _offer(members: list[Kind]) -> LaneOffer:
 
 def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, int]) -> list[Bundle]:
     """The lanes' jobs as bundles. Overdue jobs are expected to end in the next instant."""
-    slices_per_step, slice_size, position = (
-        state.terms.slices_per_step,
-        state.terms.slice_size,
-        positions(state.terms),
-    )
+    terms, position = state.terms, positions(state.terms)
     members: dict[tuple[int, int, int], list[Member]] = {}
     twice = state.void_jobs | {copy for _, copy in state.copies}  # slices that others generate as well
     busy = [(lane, lane.job) for lane in state.lanes if lane.job is not None and lane.calibrated]
@@ -166,7 +162,7 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
             step = HELD_OUT
         elif isinstance(job, Generate) and job.id not in twice and is_wanted(state, job.slice):
             piece = job.slice
-            step, member = piece.step, (position(piece), piece.group, piece.size // slice_size)
+            step, member = piece.step, (position(piece), piece.group, terms.slices_in(piece.size))
         members.setdefault((end, lane_class, step), []).append(member)
     rounded = len(members) > MOST_BUNDLES
     if rounded:
@@ -175,7 +171,7 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
     for (end, lane_class, step), places in members.items():
         for stretch in (sorted(places),) if rounded else _stretches(sorted(places)):
             runs = tuple((group, slices) for _, group, slices in stretch if slices)
-            order = step * slices_per_step + stretch[0][0]
+            order = step * terms.slices_per_step + stretch[0][0]
             bundles.append((end, order, lane_class, step, len(stretch), runs))
     heapify(bundles)
     return bundles

@@ -172,11 +172,10 @@ def test_a_reward_worker_and_an_encoder_that_are_killed_are_replaced(live: LiveR
     killer.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("options", [(), ("algorithm.options.updates_per_batch=2",)])
 def test_a_killed_trainer_is_replaced_by_one_that_goes_on_from_the_last_commit(
-    options: tuple[str, ...], live: LiveRuns, gates: Gates
+    live: LiveRuns, gates: Gates
 ) -> None:
-    path = live.new_path()
+    options, path = ("algorithm.options.updates_per_batch=2",), live.new_path()
     gates.close(prompts_of_step(live, 1)[1])
     with Meanwhile(path, lambda: harm_with_open_gradient(path, "trainer", gates)):
         status, run = live.run(*options, gates.rewards, SPARE_REWARDS, out=path)

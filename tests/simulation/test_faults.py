@@ -24,7 +24,7 @@ SECOND = 1_000_000_000
 HELPS = ("none", "greedy", "search", "auto")
 
 
-@settings(max_examples=35)
+@settings(max_examples=70)
 @given(st.data())
 def test_every_promise_holds_after_every_event_however_lanes_come_and_go(data: st.DataObject) -> None:
     spec = parse_model(Spec, data.draw(spec_contents(helps=HELPS, dispatches=("eager", "earliest_finish"))))

@@ -52,7 +52,7 @@ DISPATCHES = ("eager", "earliest_finish")
 SPECS = spec_contents(helps=HELPS, dispatches=DISPATCHES, most_samples=24)
 
 
-@settings(max_examples=35)
+@settings(max_examples=70)
 @given(SPECS, st.integers(1, 4), st.integers(0, 2), st.sampled_from([1, 200]), st.integers(0, 10**6))
 def test_every_promise_holds_and_every_run_ends_with_random_times_and_faults(
     content: dict[str, Any], batch: int, scorers: int, budget: int, seed: int

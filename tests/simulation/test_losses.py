@@ -114,20 +114,20 @@ def run_with_losses(initial: SchedulerState, cluster: NoisyCluster) -> None:
     evaluations.check(initial)
 
 
-@settings(max_examples=40)
+@settings(max_examples=80)
 @given(openings(), st.integers(0, 10**6))
 def test_every_run_ends_with_random_losses_evaluations_and_checkpoints(initial: SchedulerState, seed: int) -> None:
     run_with_losses(initial, NoisyCluster(initial, seed))
 
 
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(openings(), st.integers(0, 10**6), st.sets(EVENT_NUMBERS, min_size=1, max_size=3))
 def test_the_trainer_may_be_lost_after_any_event(initial: SchedulerState, seed: int, moments: set[int]) -> None:
     lost = dict.fromkeys(moments, WorkerLost(0, 0, "trainer"))
     run_with_losses(initial, NoisyCluster(initial, seed, lost))
 
 
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(openings(), st.integers(0, 10**6), EVENT_NUMBERS)
 def test_a_reward_lane_may_be_lost_after_any_event(initial: SchedulerState, seed: int, moment: int) -> None:
     lost = {moment: WorkerLost(0, 0, "reward")} if initial.terms.scorers else {}

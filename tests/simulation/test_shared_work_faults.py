@@ -120,26 +120,26 @@ def run_with_losses(initial: SchedulerState, cluster: NoisyCluster | VirtualClus
     committed.check(initial)
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(openings(evaluates=True), st.integers(0, 10**6))
 def test_every_gradient_is_committed_once_with_random_losses(initial: SchedulerState, seed: int) -> None:
     run_with_losses(initial, NoisyCluster(initial, seed))
 
 
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(openings(), st.integers(0, 10**6), st.sets(EVENT_NUMBERS, min_size=1, max_size=3))
 def test_the_trainer_may_be_lost_after_any_event(initial: SchedulerState, seed: int, moments: set[int]) -> None:
     run_with_losses(initial, NoisyCluster(initial, seed, dict.fromkeys(moments, WorkerLost(0, 0, "trainer"))))
 
 
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(openings(), st.integers(0, 10**6), st.dictionaries(EVENT_NUMBERS, st.integers(0, 3), max_size=3))
 def test_a_lane_may_be_lost_after_any_event(initial: SchedulerState, seed: int, moments: dict[int, int]) -> None:
     lost = {at: WorkerLost(0, lane % losable_lanes(initial)) for at, lane in moments.items()}
     run_with_losses(initial, NoisyCluster(initial, seed, lost))
 
 
-@settings(max_examples=25)
+@settings(max_examples=50)
 @given(st.data())
 def test_lanes_come_and_go_while_jobs_and_samples_fail(data: st.DataObject) -> None:
     initial = data.draw(openings())

@@ -71,7 +71,7 @@ def with_helpers_that_take(initial: SchedulerState, at_once: int) -> SchedulerSt
     return initial_state(initial.terms, initial.costs, offers, helpers)
 
 
-@settings(max_examples=35)
+@settings(max_examples=70)
 @given(st.data())
 def test_every_promise_holds_after_every_event_whatever_lanes_take_at_once(data: st.DataObject) -> None:
     spec = parse_model(Spec, data.draw(mixed_contents()))

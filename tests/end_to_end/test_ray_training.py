@@ -170,7 +170,7 @@ def test_a_run_in_stages_that_loses_a_node_and_gains_another_gives_the_weights_o
         run.wait(lambda: run.count(WorkerJoined) == 1, "a lane that joins")
         gate.unlink()
         run.wait(lambda: "generator-2" in run.lanes_that_generated(), "a slice from the lane that joined")
-        run.after(steps=3)
+        run.after(steps=2)
         run.interrupt()
     nodes.kill(added)
     folder, steps = RunFolder.open(path), steps_done(path)

@@ -307,7 +307,7 @@ def cluster_recipe(**changes: Any) -> Recipe:
     )
 
 
-def wait_for(transport: Transport, count: int, timeout_s: float = 30.0) -> list[Message]:
+def wait_for(transport: Transport, count: int, timeout_s: float = 120.0) -> list[Message]:
     """Waits for a number of messages."""
     messages: list[Message] = []
     deadline_s = time.monotonic() + timeout_s
@@ -317,7 +317,7 @@ def wait_for(transport: Transport, count: int, timeout_s: float = 30.0) -> list[
     return messages
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+def until(condition: Callable[[], Any], timeout_s: float = 120.0) -> Any:
     """Waits until a condition is true, and returns its value."""
     deadline_s = time.monotonic() + timeout_s
     while not (found := condition()):

@@ -25,7 +25,7 @@ def serving(reward: Reward, limits: Limits | None = None, tls: TlsFiles | None =
     server = uvicorn.Server(server_config(reward, TOKEN, limits, tls))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not server.started:
         assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
         time.sleep(0.01)

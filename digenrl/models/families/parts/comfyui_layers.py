@@ -75,25 +75,17 @@ Z_IMAGE_FUSED_LAYERS: ComfyuiLayers = {
     for theirs, ours in (("qkv", ("to_q", "to_k", "to_v")), ("out", ("to_out.0",)))
 }
 
+_LTX_2_ATTENTIONS = ["attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"]
+_LTX_2_IN_BLOCKS = [
+    *(f"{attention}.{name}" for attention in _LTX_2_ATTENTIONS for name in ("to_q", "to_k", "to_v", "to_out.0")),
+    *(f"{feed_forward}.{name}" for feed_forward in ("ff", "audio_ff") for name in ("net.0.proj", "net.2")),
+]
 # The layers of blocks have the names of diffusers, but ComfyUI knows them only as those of its own model.
 LTX_2_LAYERS: ComfyuiLayers = {
     "patchify_proj": ("proj_in",),
     "audio_patchify_proj": ("audio_proj_in",),
     **{layer: (layer,) for layer in ("proj_out", "audio_proj_out")},
-    **{
-        f"{_DOUBLE}.{layer}": (f"{_DOUBLE}.{layer}",)
-        for layer in (
-            *(
-                f"{attention}.{name}"
-                for attention in (
-                    *("attn1", "attn2", "audio_attn1", "audio_attn2"),
-                    *("audio_to_video_attn", "video_to_audio_attn"),
-                )
-                for name in ("to_q", "to_k", "to_v", "to_out.0")
-            ),
-            *(f"{ff}.{name}" for ff in ("ff", "audio_ff") for name in ("net.0.proj", "net.2")),
-        )
-    },
+    **{f"{_DOUBLE}.{layer}": (f"{_DOUBLE}.{layer}",) for layer in _LTX_2_IN_BLOCKS},
 }
 
 WAN_LAYERS: ComfyuiLayers = {

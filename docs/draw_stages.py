@@ -42,7 +42,7 @@ def draw() -> str:
     )
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="{height + 24}" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="1020" height="{height + 24}" '
             'font-family="sans-serif" font-size="12">',
             '<rect width="100%" height="100%" fill="white"/>',
             *rows(equal, "Equal split", 4),

@@ -57,6 +57,7 @@ from digenrl.commands.profile import profile_recipe
 from digenrl.config.profiles import Profile, write_profile
 from digenrl.config.recipes.attention import fixed_kernels
 from digenrl.config.recipes.recipe import Recipe
+from digenrl.generation.rollout import decode_slice
 from digenrl.models.passes.matrix_rate import matrix_tflops
 from digenrl.models.quantized.layers import weight_count
 from digenrl.models.trajectory import ScoredGroup, Trajectory
@@ -117,7 +118,8 @@ def baseline_step(model: Loaded) -> float:
         trajectories: list[Trajectory] = []
         rewards: list[float] = []
         for first in range(0, group_size, size):
-            generated, pixels_BFCHW = roll_out(blueprint, model.model, model.row, Slice(0, 0, first, size), 0)
+            generated = roll_out(blueprint, model.model, model.row, Slice(0, 0, first, size), 0)
+            pixels_BFCHW = decode_slice(model.model, generated)
             scored = scorer.score(pixels_BFCHW, [PROMPTS[0]] * size, [{}] * size)
             trajectories += generated.trajectories
             rewards += scored.values

@@ -134,7 +134,7 @@ def replay_of(loaded: Loaded, case: Case) -> tuple[Trainer, Callable[[], float]]
     trajectories: list[Trajectory] = []
     for first in range(0, samples, at_once):
         piece = Slice(0, 0, first, at_once)
-        trajectories += roll_out(loaded.blueprint, loaded.model, loaded.row, piece, 0)[0].trajectories
+        trajectories += roll_out(loaded.blueprint, loaded.model, loaded.row, piece, 0).trajectories
     loaded.model.release_rollout_memory()
     group = ScoredGroup(loaded.row, tuple(trajectories[:samples]), tuple(map(float, range(samples))))
     trainer = make_trainer(loaded.blueprint, loaded.model, helps=False)
@@ -177,7 +177,7 @@ def _eager_pair_seconds(loaded: Loaded, pack: int, checkpointed: bool) -> float 
     recipe = recipe.model_copy(update={"batch": recipe.batch.model_copy(update={"samples_per_prompt": SAMPLES})})
     blueprint, samples = read_blueprint(recipe), max(2, pack)
     with eager_mode(loaded.model):
-        generated, _ = roll_out(blueprint, loaded.model, loaded.row, Slice(0, 0, 0, samples), 0)
+        generated = roll_out(blueprint, loaded.model, loaded.row, Slice(0, 0, 0, samples), 0)
         group = ScoredGroup(loaded.row, generated.trajectories, tuple(map(float, range(samples))))
         trainer = make_trainer(blueprint, loaded.model, helps=False)
         try:

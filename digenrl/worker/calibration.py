@@ -194,7 +194,7 @@ class StageCalibration:
         trajectories: list[Trajectory] = []
         for first in range(0, samples, at_once):
             with self._own_forwards():
-                generated, _ = self._stages.roll_out(prompt, Slice(CALIBRATION_STEP, 0, first, at_once))
+                generated = self._stages.sample(prompt, Slice(CALIBRATION_STEP, 0, first, at_once))
             trajectories += generated.trajectories
         row = self._stages.model.compact(self._stages.row(prompt))
         return ScoredGroup(row, tuple(trajectories[:samples]), tuple(float(index) for index in range(samples)))

@@ -17,7 +17,6 @@ from digenrl.config.recipes.windows import EulerOnly
 from digenrl.generation.rollout import (
     GeneratedSlice,
     RolloutSettings,
-    decode_slice,
     encode_slice,
     generate_pixels,
     generate_slice,
@@ -63,10 +62,10 @@ def roll_out(
     piece: Slice,
     version: int,
     limits: RowLimits | None = None,
-) -> tuple[GeneratedSlice, Tensor]:
-    """The trajectories of a slice, and its pixels_BFCHW."""
+) -> GeneratedSlice:
+    """The trajectories of a slice. Its samples are not decoded."""
     limits = limits or row_limits(blueprint)
-    generated = generate_slice(
+    return generate_slice(
         model,
         conditioning,
         plan(blueprint, model, tuple(piece.samples())),
@@ -80,7 +79,6 @@ def roll_out(
         version=version,
         limit=limits.denoising,
     )
-    return generated, decode_slice(model, generated, limits.decoding)
 
 
 def encode_images(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from digenrl.config.reading import ConfigError
 from digenrl.exchange.tensors import Exchange
-from digenrl.generation.rollout import GeneratedSlice
+from digenrl.generation.rollout import GeneratedSlice, decode_slice
 from digenrl.models.contract import Conditioning, DiffusionModel, TextEncoder
 from digenrl.models.loading.parked import ParkedModel
 from digenrl.models.model_weights import load_weights, weights_replaced
@@ -361,18 +361,26 @@ class Stages:
     def roll_out(self, prompt: PromptRow, piece: Slice) -> tuple[GeneratedSlice, Tensor]:
         """The trajectories of a slice, and its pixels_BFCHW."""
         began = perf_counter()
+        generated = self.sample(prompt, piece)
         if prompt.paired:
-            pair = images_of(self._exchange.get(prompt.row), PAIR)
-            pixels_BFCHW = torch.stack([pair[sample.index] for sample in piece.samples()]).unsqueeze(1)
-            encoded = encode_images(self._blueprint, self.model, pixels_BFCHW, piece, self.version)
-            generated = encoded, pixels_BFCHW
+            pixels_BFCHW = self._images_of_pair(prompt, piece)
         else:
-            with self.served_weights():
-                row = self.row(prompt)
-                generated = roll_out(self._blueprint, self.model, row, piece, self.version, self.row_limits)
+            pixels_BFCHW = decode_slice(self.model, generated, self.row_limits.decoding)
         if self.parts.slowdown > 1:
             sleep((perf_counter() - began) * (self.parts.slowdown - 1))
-        return generated
+        return generated, pixels_BFCHW
+
+    def sample(self, prompt: PromptRow, piece: Slice) -> GeneratedSlice:
+        """The trajectories of a slice. Ranks of a divided model have their VAE on the CPU, and do not decode."""
+        if prompt.paired:
+            pixels_BFCHW = self._images_of_pair(prompt, piece)
+            return encode_images(self._blueprint, self.model, pixels_BFCHW, piece, self.version)
+        with self.served_weights():
+            return roll_out(self._blueprint, self.model, self.row(prompt), piece, self.version, self.row_limits)
+
+    def _images_of_pair(self, prompt: PromptRow, piece: Slice) -> Tensor:
+        pair = images_of(self._exchange.get(prompt.row), PAIR)
+        return torch.stack([pair[sample.index] for sample in piece.samples()]).unsqueeze(1)
 
     def score_pixels(
         self, pixels_BFCHW: Tensor, prompts: Sequence[PromptRow], first: int = 0, held_out: bool = False

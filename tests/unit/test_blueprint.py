@@ -42,7 +42,7 @@ def test_a_rollout_starts_from_the_shared_noise_and_ends_with_noise(model_and_ro
     model, row = model_and_row
     overrides = ("algorithm={name: flow_grpo}", "sample.same_initial_noise=true", "sample.last_step_noise=true")
     blueprint = blueprint_of(*overrides, "sample.denoising_steps=3")
-    generated, _ = roll_out(blueprint, model, row, Slice(0, 0, 0, 2), version=0)
+    generated = roll_out(blueprint, model, row, Slice(0, 0, 0, 2), version=0)
     first, second = generated.trajectories
     assert torch.equal(first.latents_KL[0], second.latents_KL[0])
     assert not torch.equal(first.latents_KL[1], second.latents_KL[1])

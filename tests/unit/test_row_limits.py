@@ -123,6 +123,9 @@ def test_a_worker_remembers_from_its_calibration_what_fits(tmp_path: Path) -> No
     chunk = HeldOutChunk(version=0, index=0)
     stages.evaluate(Evaluate(3, 0, chunk, lane=0, prompts=(prompt,) * 3))
     assert {max(rows) for rows in asked.values()} == {2}
+    asked["decode"].clear()
+    StageCalibration(stages).sample_group(prompt, samples=2, at_once=2)
+    assert not asked["decode"], "ranks that replay these samples may have their VAE on another device"
 
 
 def test_several_ranks_that_run_out_of_memory_together_do_not_try_again() -> None:

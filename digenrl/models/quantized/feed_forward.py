@@ -52,7 +52,9 @@ class _Fp8FeedForward(torch.autograd.Function):
         values, scale_M1 = gelu_fp8(product_MN, bias_N, beside_MW)
         ctx.save_for_backward(product_MN, bias_N, *first[2:], *second[2:])
         ctx.native, ctx.width = native, 0 if beside_MW is None else beside_MW.shape[1]
-        return multiplied_fp8(values, scale_M1, second[0], second[1], native, x_MK.dtype)  # type: ignore[arg-type]
+        product = multiplied_fp8(values, scale_M1, second[0], second[1], native, x_MK.dtype)  # type: ignore[arg-type]
+        # A tensor of its own: compiled by torch 2.11, a result that is also an intermediate one gets no gradient.
+        return product.view_as(product)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tiny_runs import FAILED, FINISHED, RESTARTED, TRANSPORTS, TinyRuns, count_samples, opened_runs, trained_files
 
-from digenrl.run_folder.lines import read_lines
+from digenrl.run_folder.lines import located_lines
 
 LEFT_AFTER_S = 20.0  # workers must have noticed the end of their driver by then
 
@@ -56,7 +56,7 @@ class Crashes:
         quiet = runs.folder("quiet")
         self.steps = quiet.recipe.steps
         self._expected, self._samples = trained_files(quiet, self.steps), count_samples(quiet)
-        self.records = sum(1 for _ in read_lines(quiet.journal))
+        self.records = sum(1 for _ in located_lines(quiet.journal))
 
     def crash(self, record: int) -> CrashPoint:
         """Kills a run at a record and resumes it."""

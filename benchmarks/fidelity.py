@@ -20,12 +20,12 @@ from statistics import fmean, median
 from typing import Any
 
 from measured_runs import LiveRun, recipe, run  # first: it sets the number of threads
+from replaying import initial_state_of, replayed
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from digenrl.config.recipes.recipe import Recipe
-from digenrl.runs.replaying import initial_state_of, replayed
 from digenrl.runs.step_time_prediction import predicted_step_s
 
 

@@ -31,7 +31,7 @@ from rich.table import Table
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.records import SampleId, Trained
 from digenrl.run_folder.journal import read_journal
-from digenrl.run_folder.lines import read_lines
+from digenrl.run_folder.lines import located_lines
 
 STEP_TIMEOUT_S = 240.0
 KINDS = ("generator", "machine", "trainer rank")
@@ -76,7 +76,7 @@ class RunProcess:
     def steps(self) -> int:
         """The number of finished optimizer steps."""
         metrics = self.folder / "metrics.jsonl"
-        return sum(1 for _ in read_lines(metrics)) if metrics.exists() else 0
+        return sum(1 for _ in located_lines(metrics)) if metrics.exists() else 0
 
     def workers(self) -> dict[str, int]:
         """Process ids by worker: the processes whose output goes to the run's logs."""

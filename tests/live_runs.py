@@ -26,7 +26,7 @@ from digenrl.prompts.sources import Prompt
 from digenrl.records import Committed, Trained
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.journal import read_journal
-from digenrl.run_folder.lines import read_lines
+from digenrl.run_folder.lines import located_lines
 from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.training.checkpoint.checkpoints import read_checkpoint
 
@@ -111,8 +111,8 @@ def wait_for(true: Callable[[], Any], what: str) -> Any:
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The current lines of a JSON lines file."""
-    return list(read_lines(path))
+    """The content of every complete line of a JSON lines file."""
+    return [line.content for line in located_lines(path)]
 
 
 def steps_done(run: Path) -> int:

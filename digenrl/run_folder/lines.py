@@ -101,12 +101,6 @@ class JsonLines:
         self._file.close()
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The content of every complete line, in order; see `located_lines`."""
-    for line in located_lines(path):
-        yield line.content
-
-
 def located_lines(path: Path, first_byte: int = 0) -> Iterator[JsonLine]:
     """Every complete line, in order; none if the file does not exist yet. A damaged line raises ConfigError.
 

@@ -16,7 +16,7 @@ from digenrl.run_folder.mending import mend_lines
 from digenrl.run_folder.metric_lines import end_of_evaluations
 from digenrl.run_folder.segments import live_start
 from digenrl.runs.checkpointer import RunPosition
-from digenrl.runs.replaying import RECORDED, recorded_steps
+from digenrl.runs.initial_facts import RECORDED, recorded_steps
 from digenrl.scheduling import RecordedStep
 from digenrl.scheduling.recorded_versions import VersionRecord
 from digenrl.training.checkpoint.atomic_folders import restore

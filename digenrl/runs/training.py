@@ -43,7 +43,7 @@ from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.run_folder.spans import SpanWriter
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut
-from digenrl.runs.replaying import RECORDED, initial_facts
+from digenrl.runs.initial_facts import RECORDED, initial_facts
 from digenrl.runs.resuming import ResumePoint, kept_positions, steps_to_repeat
 from digenrl.runs.step_time_prediction import StepTimePrediction
 from digenrl.runs.stopping import Stopper, StopRun

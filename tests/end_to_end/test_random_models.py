@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
+from live_runs import lines_of
 from rich.console import Console
 
 from digenrl.commands.train import start_run
@@ -24,7 +25,6 @@ from digenrl.models.loading.random_text_encoder import RandomTextEncoder
 from digenrl.models.passes.compiled import compile_blocks
 from digenrl.models.registry import FAMILIES
 from digenrl.run_folder.folder import Status
-from digenrl.run_folder.lines import read_lines
 from digenrl.testing.tiny_image_models import tiny_vae
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
 
@@ -80,7 +80,7 @@ def train(recipe: Path, *overrides: str) -> list[dict[str, Any]]:
     """Trains in this process; returns the metrics of all steps."""
     out = recipe.parent / "run"
     assert start_run(str(recipe), overrides, out, Console(file=io.StringIO()), True) is Status.FINISHED
-    return list(read_lines(out / "metrics.jsonl"))
+    return lines_of(out / "metrics.jsonl")
 
 
 class Graphs:

@@ -23,6 +23,7 @@ from live_runs import (
     wait_for,
     workers_of,
 )
+from replaying import initial_state_of, replayed
 
 from digenrl.config.reading import ConfigError
 from digenrl.driver.calibration import InitialWeights
@@ -41,7 +42,6 @@ from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.run_folder.journal import read_journal
 from digenrl.run_folder.reading import read_run
 from digenrl.runs import training
-from digenrl.runs.replaying import initial_state_of, replayed
 
 JOBS = "training.job_samples=2"
 ONE_CARD = ("mode=colocated", JOBS)

@@ -6,10 +6,10 @@ import json
 
 import pytest
 from live_runs import NAIVE, LiveRuns, lines_of, metric, trained
+from replaying import initial_state_of, replayed
 
 from digenrl.records import Generate
 from digenrl.run_folder.journal import read_journal
-from digenrl.runs.replaying import initial_state_of, replayed
 
 PIPELINED = ("techniques.tag=auto",)
 COLOCATED = ("mode=colocated",)

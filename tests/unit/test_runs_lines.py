@@ -6,9 +6,10 @@ import gzip
 from pathlib import Path
 
 import pytest
+from live_runs import lines_of
 
 from digenrl.config.reading import ConfigError
-from digenrl.run_folder.lines import JsonLines, located_lines, read_lines
+from digenrl.run_folder.lines import JsonLines, located_lines
 from digenrl.run_folder.mending import mend_lines
 
 
@@ -20,7 +21,7 @@ def path(tmp_path: Path) -> Path:
 def test_a_line_can_be_read_as_soon_as_it_is_appended(path: Path) -> None:
     lines = JsonLines(path)
     lines.append({"step": 0, "words": "ä \u2028 \udcff"})
-    assert list(read_lines(path)) == [{"step": 0, "words": "ä \u2028 \udcff"}]
+    assert lines_of(path) == [{"step": 0, "words": "ä \u2028 \udcff"}]
     assert path.read_bytes().count(b"\n") == 1
 
 
@@ -31,7 +32,7 @@ def test_a_value_that_is_not_json_is_refused_and_nothing_is_written(path: Path, 
     with pytest.raises(ValueError, match="JSON"):
         lines.append({"step": 1, "kl": number})
     lines.append({"step": 2})
-    assert list(read_lines(path)) == [{"step": 0}, {"step": 2}]
+    assert lines_of(path) == [{"step": 0}, {"step": 2}]
 
 
 def test_truncating_removes_later_lines_and_appending_continues_from_there(path: Path) -> None:
@@ -42,17 +43,17 @@ def test_truncating_removes_later_lines_and_appending_continues_from_there(path:
     lines.truncate(checkpoint)
     lines.append({"step": 10})
     lines.close()
-    assert list(read_lines(path)) == [{"step": 0}, {"step": 10}]
+    assert lines_of(path) == [{"step": 0}, {"step": 10}]
 
 
 @pytest.mark.parametrize("torn", ['{"step": 1', '{"step": 1}', "x" * 200_000])
 def test_an_incomplete_line_is_ignored_and_removed_when_the_file_is_opened_again(path: Path, torn: str) -> None:
     path.write_text('{"step": 0}\n' + torn)
-    assert list(read_lines(path)) == [{"step": 0}]
+    assert lines_of(path) == [{"step": 0}]
     lines = JsonLines(path)
     assert lines.position() == len('{"step": 0}\n')
     lines.append({"step": 1})
-    assert list(read_lines(path)) == [{"step": 0}, {"step": 1}]
+    assert lines_of(path) == [{"step": 0}, {"step": 1}]
 
 
 def test_a_file_that_is_opened_again_keeps_all_its_lines(path: Path) -> None:
@@ -60,7 +61,7 @@ def test_a_file_that_is_opened_again_keeps_all_its_lines(path: Path) -> None:
         lines = JsonLines(path)
         lines.append({"step": step})
         lines.close()
-    assert [content["step"] for content in read_lines(path)] == [0, 1, 2]
+    assert [content["step"] for content in lines_of(path)] == [0, 1, 2]
 
 
 def test_only_the_incomplete_line_of_a_long_file_is_removed(path: Path) -> None:
@@ -91,20 +92,20 @@ def test_a_position_inside_a_line_is_an_error_and_cuts_nothing(path: Path) -> No
     lines.append({"step": 0})
     with pytest.raises(ConfigError, match="byte 5"):
         lines.truncate(5)
-    assert list(read_lines(path)) == [{"step": 0}]
+    assert lines_of(path) == [{"step": 0}]
 
 
 @pytest.mark.parametrize("damage", ["{nonsense}", "[1, 2]"])
 def test_a_damaged_line_is_named_by_its_number(path: Path, damage: str) -> None:
     path.write_text('{"step": 0}\n' + damage + '\n{"step": 2}\n')
     with pytest.raises(ConfigError, match=r"metrics.jsonl, line 2: "):
-        list(read_lines(path))
+        lines_of(path)
 
 
 def test_a_missing_file_is_empty_and_one_that_cannot_be_opened_is_an_error(tmp_path: Path) -> None:
-    assert list(read_lines(tmp_path / "none.jsonl")) == []
+    assert lines_of(tmp_path / "none.jsonl") == []
     with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
-        list(read_lines(tmp_path))
+        lines_of(tmp_path)
     with pytest.raises(ConfigError, match="cannot be written: No such file"):
         JsonLines(tmp_path / "none" / "none.jsonl")
 
@@ -128,7 +129,7 @@ def rotated(path: Path, steps: int, every: int) -> list[int]:
 def test_parts_that_are_set_aside_are_compressed_and_read_as_one_file(path: Path) -> None:
     positions = rotated(path, steps=10, every=4)
     assert sorted(each.suffix for each in path.parent.glob("metrics.jsonl.*")) == [".gz", ".gz"]
-    assert [content["step"] for content in read_lines(path)] == list(range(10))
+    assert [content["step"] for content in lines_of(path)] == list(range(10))
     assert JsonLines(path).position() == positions[-1] == 10 * len('{"step":0}\n')
     assert JsonLines(path).rotate() is None, "small files are left alone"
 
@@ -147,19 +148,19 @@ def test_a_file_with_parts_is_truncated_anywhere_and_goes_on(kept: int, path: Pa
     lines.truncate(positions[kept])
     assert lines.position() == positions[kept]
     lines.append({"step": kept})
-    assert [content["step"] for content in read_lines(path)] == list(range(kept + 1))
+    assert [content["step"] for content in lines_of(path)] == list(range(kept + 1))
 
 
 def test_a_crash_while_a_part_is_compressed_neither_loses_nor_doubles_it(path: Path) -> None:
     rotated(path, steps=4, every=4)
     (packed,) = path.parent.glob("metrics.jsonl.*")
     packed.with_suffix("").write_bytes(gzip.decompress(packed.read_bytes()))
-    assert [content["step"] for content in read_lines(path)] == list(range(4)), "in both forms"
+    assert [content["step"] for content in lines_of(path)] == list(range(4)), "in both forms"
     packed.write_bytes(b"half a fi")
-    assert [content["step"] for content in read_lines(path)] == list(range(4)), "the compressed one is partial"
+    assert [content["step"] for content in lines_of(path)] == list(range(4)), "the compressed one is partial"
     packed.with_suffix("").unlink()
     with pytest.raises(ConfigError, match="cannot be read"):
-        list(read_lines(path))
+        lines_of(path)
 
 
 # --- Mending -----------------------------------------------------------------------------------------------------

@@ -8,12 +8,13 @@ from fractions import Fraction
 from pathlib import Path
 
 from fake_workers import fake_recipe
+from replaying import initial_state_of
 
 from digenrl.records import Commit, Committed, Generate, Generated, LaneOffer, Slice, Tick
 from digenrl.run_folder.folder import RunFolder, RunLines
 from digenrl.run_folder.journal import Decision, decision_line
 from digenrl.runs.checkpointer import RunPosition
-from digenrl.runs.replaying import initial_facts, initial_state_of
+from digenrl.runs.initial_facts import initial_facts
 from digenrl.runs.resuming import steps_to_repeat
 from digenrl.scheduling import Costs, RecordedStep, Terms, initial_state
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator
 from fractions import Fraction
 from itertools import groupby
 from pathlib import Path
@@ -11,28 +10,8 @@ from typing import Any
 
 from digenrl.records import LaneOffer, Tick
 from digenrl.run_folder.journal import Decision, read_journal
-from digenrl.scheduling import Costs, RecordedStep, SchedulerState, SharedWorkRule, Terms, decide, initial_state
-
-RECORDED = "recorded"  # what an interrupted run has to repeat, among the facts of the initial state
-
-
-def initial_facts(state: SchedulerState) -> dict[str, Any]:
-    """An initial state as JSON, for run.json."""
-    costs = asdict(state.costs) | {"train_sample_ns": str(state.costs.train_sample_ns)}
-    lanes = [
-        asdict(lane.offer) | {"train_sample_ns": str(lane.train_sample_ns), "helper": lane.helper}
-        for lane in state.lanes
-    ]
-    return {
-        "terms": asdict(state.terms),
-        "costs": costs,
-        "lanes": lanes,
-        "committed": state.committed,
-        "jobs_issued": state.jobs_issued,
-        "evaluates": bool(state.evaluations),
-        "served": min(lane.version for lane in state.lanes),
-        RECORDED: [asdict(step) for step in state.recorded],
-    }
+from digenrl.runs.initial_facts import RECORDED, recorded_steps
+from digenrl.scheduling import Costs, SchedulerState, SharedWorkRule, Terms, decide, initial_state
 
 
 def initial_state_of(facts: dict[str, Any]) -> SchedulerState:
@@ -49,14 +28,6 @@ def initial_state_of(facts: dict[str, Any]) -> SchedulerState:
         evaluates=facts["evaluates"],
         served=facts.get("served"),
         recorded=recorded_steps(facts.get(RECORDED, ())),
-    )
-
-
-def recorded_steps(facts: Iterable[dict[str, Any]]) -> tuple[RecordedStep, ...]:
-    """The records that were written as JSON."""
-    return tuple(
-        RecordedStep(step["index"], tuple((group, samples) for group, samples in step["stale"]), step["closed"])
-        for step in facts
     )
 
 

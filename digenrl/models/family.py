@@ -30,9 +30,9 @@ from digenrl.models.loading.pipelines import (
     pipeline_without,
 )
 from digenrl.models.loading.single_file import COMPONENT
-from digenrl.models.loading.sources import ModelSource, check_single_file, component_files, local_json
+from digenrl.models.loading.sources import ModelSource, check_single_file, component_files, fetch_json, local_json
 from digenrl.models.loading.weight_files import INDEX_NAME
-from digenrl.models.pipeline_model import TRAINED_TIMESTEPS, PipelineModel
+from digenrl.models.pipeline_model import TRAINED_TIMESTEPS, PipelineModel, check_tokenizer_allows
 from digenrl.models.quantized.replacing import (
     BaseWeights,
     building_without_linear_weights,
@@ -432,6 +432,16 @@ class Family:
                 f"model.text_tokens: {text_tokens} is more than {length.most}, the most that {self.name} takes; "
                 f"lower it, or leave it out for {length.default}"
             )
+
+    def check_tokenizer(self, text_tokens: int | None, source: ModelSource) -> None:
+        """Raises ConfigError if the tokenizer of the source allows fewer tokens; fetches a few kB at most."""
+        length = self.model_class.text_length
+        if text_tokens is None or length is None:
+            return
+        settings = fetch_json(self.with_base(source), f"{length.tokenizer}/tokenizer_config.json") or {}
+        most = settings.get("model_max_length")
+        if isinstance(most, int | float):
+            check_tokenizer_allows(text_tokens, most, source)
 
     def full_size(self, size: str | None = None) -> FullSize:
         """A published size by name, the first by default; raises ConfigError if it is unknown."""

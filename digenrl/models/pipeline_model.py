@@ -43,6 +43,15 @@ class TextLength:
     most: int
 
 
+def check_tokenizer_allows(tokens: int, most: float, source: object) -> None:
+    """Raises ConfigError if a recipe's texts are longer than the tokenizer of its source allows."""
+    if tokens > most:
+        raise ConfigError(
+            f"model.text_tokens: {tokens} is more than the {most:g} tokens that the tokenizer of {source} allows; "
+            "lower it"
+        )
+
+
 class PipelineModel(DiffusionModel):
     """Holds a pipeline of the family's class and uses its components and helper methods; never calls the pipeline.
 
@@ -215,11 +224,9 @@ class PipelineModel(DiffusionModel):
 
     def set_text_tokens(self, tokens: int | None) -> None:
         """Pads and cuts texts to this length, None for the default; raises ConfigError if it is too long."""
-        if tokens is not None and tokens > self._most_text_tokens():
-            raise ConfigError(
-                f"model.text_tokens: {tokens} is more than the {self._most_text_tokens()} tokens that the "
-                f"tokenizer of {self.pipeline.config._name_or_path} allows; lower it"
-            )
+        if tokens is not None:
+            source = getattr(self.pipeline.config, "_name_or_path", self.family)
+            check_tokenizer_allows(tokens, self._most_text_tokens(), source)
         self._text_tokens = tokens
 
     def _most_text_tokens(self) -> int:

@@ -274,14 +274,15 @@ def check_trained_expert(blueprint: Blueprint, schedule: Schedule, boundary_rati
 def check_hub_model(blueprint: Blueprint) -> dict[str, Any]:
     """The content of the model's `model_index.json`, {} if it has random weights; fetches a few kB at most.
 
-    Raises ConfigError if a hub id is not accessible or has another pipeline class.
+    Raises ConfigError if a hub id is not accessible, has another pipeline class or a tokenizer for shorter texts.
     """
-    family = blueprint.family
+    family, source = blueprint.family, source_of(blueprint.recipe)
     if blueprint.recipe.model.random:
         return {}
     with naming_families(family):
-        index = check_class(family.pipeline_class, family.with_base(source_of(blueprint.recipe)))
+        index = check_class(family.pipeline_class, family.with_base(source))
     family.model_class.check_index(index)
+    family.check_tokenizer(blueprint.recipe.model.text_tokens, source)
     return index
 
 

@@ -6,9 +6,9 @@ A family is covered by being registered.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from digenrl.models.blocks import checkpoint_blocks, repeated_blocks
 from digenrl.models.contract import Conditioning, DiffusionModel, SampleSize, Schedule
 from digenrl.models.families.qwen_image_2_1 import on_white
 from digenrl.models.family import Component, Family, FullSize
+from digenrl.models.loading.sources import ModelSource
 from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import FAMILIES, find_family
@@ -551,8 +552,19 @@ def test_texts_are_padded_and_cut_to_the_length_that_is_set(
     most = length.most
     with pytest.raises(ConfigError, match=rf"model\.text_tokens: {most + 1} .*{most}"):
         family.check_text_tokens(most + 1)
-    with pytest.raises(ConfigError, match="tokenizer"):
-        model.set_text_tokens(most + 1)
+    assert not _is_allowed(partial(model.set_text_tokens, most + 1))
+    for tokens in (48, 49, 96, 97, most):  # around the lengths that tiny tokenizers allow
+        allowed = _is_allowed(partial(model.set_text_tokens, tokens))
+        assert _is_allowed(partial(family.check_tokenizer, tokens, ModelSource.of(directory))) == allowed
+
+
+def _is_allowed(check: Callable[[], None]) -> bool:
+    try:
+        check()
+    except ConfigError as error:
+        assert "tokenizer" in str(error)
+        return False
+    return True
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,14 @@ def test_nothing_but_the_index_is_fetched_of_a_pipeline_of_another_class(hub: Hu
     assert list(hub.served) == ["model_index.json"]
 
 
+def test_texts_that_are_too_long_for_the_tokenizer_of_a_hub_id_are_refused_before_it_is_downloaded(
+    hub: HubStandIn,
+) -> None:
+    with pytest.raises(ConfigError, match=r"model\.text_tokens: 200 .* 48 .*me/sd3"):
+        SD3.check_tokenizer(200, ModelSource("me/sd3"))
+    assert list(hub.served) == ["tokenizer_3/tokenizer_config.json"]
+
+
 def test_a_subfolder_of_a_repository_is_loaded(hub: HubStandIn, folders: Path) -> None:
     shutil.copytree(folders / "sd3", hub.root / "me" / "two" / "small")
     loaded = SD3.load(ModelSource("me/two", subfolder="small"), text_encoders=False)

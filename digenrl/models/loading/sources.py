@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -156,6 +157,14 @@ def local_json(source: ModelSource, name: str) -> dict[str, Any] | None:
     else:
         path = pipeline.repository.cached(pipeline.within + name)
     return None if path is None or not path.is_file() else read_mapping(path)
+
+
+def fetch_json(source: ModelSource, name: str) -> dict[str, Any] | None:
+    """Like `local_json`, but the small file of a hub id is downloaded if the hub can be reached."""
+    if source.pipeline.kind == "hub" and local_json(source, name) is None:
+        with suppress(HubUnreachableError):
+            source.pipeline.repository.fetch(source.pipeline.within + name)
+    return local_json(source, name)
 
 
 def check_one_transformer(source: ModelSource, index: Mapping[str, Any]) -> None:

@@ -17,12 +17,19 @@ AVERAGED = (
 SHOWN_OTHERWISE = {*AVERAGED, "ratio", "clipped"}  # measures of algorithms that have metrics of their own
 
 
+NO_SPREAD = (
+    "the rewards of every group differ by less than a millionth of their size, which counts as rounding, so nothing "
+    "was learnt; subtract from the reward what all samples have in common"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class StepSummary:
-    """One step's metrics by the names in `metrics.jsonl`."""
+    """One step's metrics by the names in `metrics.jsonl`, and a warning about them."""
 
     step: int
     values: Mapping[str, float]
+    warning: str = ""
 
 
 def step_summary(
@@ -61,4 +68,13 @@ def step_summary(
         values["skipped_updates"] = skipped
     values["zero_spread_groups"] = sum(update["zero_spread_groups"] for update in updates)
     values["pack_size"] = updates[-1]["pack_size"]
-    return StepSummary(step, values)
+    return StepSummary(step, values, NO_SPREAD if _all_differ_too_little(rewards, values) else "")
+
+
+def _all_differ_too_little(rewards: Mapping[SampleId, float], values: Mapping[str, float]) -> bool:
+    """Whether no group has a spread, although some rewards of a group differ."""
+    by_group: dict[int, set[float]] = {}
+    for sample, reward in rewards.items():
+        by_group.setdefault(sample.group, set()).add(reward)
+    differ = any(len(different) > 1 for different in by_group.values())
+    return differ and values["zero_spread_groups"] >= len(by_group)

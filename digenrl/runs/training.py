@@ -135,7 +135,7 @@ class TrainingRun:
             checkpoint_facts=self._checkpointer.facts,
         )
         self._driver = Dispatcher(recipe, resources, prompts, self._clock, hooks)
-        self._begun = False
+        self._begun = self._warned = False
 
     def run(self) -> Status:
         """Prepare, then drive the scheduler until the run is finished or stopped."""
@@ -222,6 +222,10 @@ class TrainingRun:
 
     def _step_done(self, summary: StepSummary) -> None:
         assert self._metrics is not None
+        if summary.warning and not self._warned:
+            self._warned = True
+            logger.warning("step %d: %s", summary.step, summary.warning)
+            self._view.notify(f"step {summary.step}: {summary.warning}")
         self._metrics.report(summary.step, {**summary.values, **self._resources.network_metrics()})
 
     def _evaluated(self, evaluation: EvaluationRecord) -> None:

@@ -281,6 +281,18 @@ def test_what_an_algorithm_has_not_is_absent() -> None:
     assert numbers.values["reward_std"] == 0
 
 
+@pytest.mark.parametrize(
+    ("second", "without_spread", "warned"), [(1e9 + 1, 2, True), (1e9, 2, False), (1e9 + 1, 1, False)]
+)
+def test_rewards_that_differ_but_count_as_equal_are_a_warning(
+    second: float, without_spread: int, warned: bool
+) -> None:
+    rewards = {SampleId(0, group, index): 1e9 for group in range(2) for index in range(2)}
+    updates = [UPDATE | {"zero_spread_groups": without_spread}]
+    summary = step_summary(0, rewards | {SampleId(0, 1, 1): second}, {}, updates, publish_bytes=0)
+    assert ("millionth" in summary.warning) == warned
+
+
 def test_the_weight_of_stale_samples_is_averaged_over_updates() -> None:
     updates = [{**UPDATE, "stale_weight": weight} for weight in (1.0, 0.5)]
     numbers = step_summary(0, {SampleId(0, 0, 0): 1.0}, {}, updates, publish_bytes=0)

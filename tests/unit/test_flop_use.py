@@ -26,4 +26,7 @@ def test_utilisation_is_the_share_of_the_rates_of_the_lanes_while_they_worked() 
     meter.add(span("trainer", Work.COMMIT, 9.0, size=0))
     meter.add(span("new-lane", Work.GENERATE, 1.0, size=9))  # its rate is not known
     assert meter.next_window() == pytest.approx({"generation_mfu": 20 / 50, "training_mfu": 0.5})
+    meter.add(span("generator-0", Work.GENERATE, 1.0, size=6))  # 12 of 10: the rate was measured too low
+    meter.add(span("trainer", Work.TRAIN, 3.0, size=5))
+    assert meter.next_window() == {"training_mfu": 0.5}
     assert meter.next_window() == {}

@@ -167,3 +167,7 @@ def test_the_printed_lines_load_a_trained_unet_into_diffusers(directory: Path, t
     names: dict[str, Any] = {}
     exec("\n".join(diffusers_snippet(folder, find_family("sd15"))), names)
     assert torch.equal(names["pipe"].unet.state_dict()[name], weight)
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"source": "random"})})
+    random = RunFolder.create(tmp_path / "random", recipe, datetime.now(UTC))
+    export_weights(model, random.path)
+    assert diffusers_snippet(random, find_family("sd15")) == (), "there is no pipeline to load"

@@ -14,7 +14,9 @@ from digenrl.worker.blueprint import source_of
 
 
 def diffusers_snippet(folder: RunFolder, family: Family) -> tuple[str, ...]:
-    """Lines that load a pipeline with the newest export; none if there is no export yet."""
+    """Lines that load a pipeline with the newest export; none without an export, or for random weights."""
+    if folder.recipe.model.random:
+        return ()
     pipeline, source = family.pipeline_class.__name__, family.with_base(source_of(folder.recipe))
     transformer, part = family.full_size().transformer.cls.__name__, family.denoiser
     dtype = "" if folder.recipe.model.dtype == "float32" else f", dtype=torch.{folder.recipe.model.dtype}"

@@ -17,7 +17,7 @@ def warned_keys(recipe: str, *overrides: str) -> set[str]:
 
 
 TURBO, KLEIN = "model.source=Tongyi-MAI/Z-Image-Turbo", "model.source=me/flux.2-klein-4b"
-GENTLE = ("model.guidance=1", "sample.noise.level=0.3", "sample.window.width=1")
+GENTLE = ("model.guidance=1", "sample.noise.level=0.3", "sample.window={kind: fast, width: 1}")
 
 
 @pytest.mark.parametrize(

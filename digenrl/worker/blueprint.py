@@ -154,6 +154,7 @@ def read_blueprint(recipe: Recipe, trains: bool = True) -> Blueprint:
 def _training(recipe: Recipe, family: Family) -> tuple[Objective, Window]:
     """The algorithm and the window; raises ConfigError for settings that do not suit them."""
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
+    recipe.check_shared_gradients()
     window = recipe.window
     with errors_about("sample.window"):
         window.check(recipe.sample.denoising_steps)

@@ -107,10 +107,15 @@ def test_a_recipe_with_it_is_read_planned_and_built() -> None:
 
 
 def test_its_module_is_not_needed_where_nothing_is_trained() -> None:
-    recipe = read_recipe("demo", ["algorithm={name: 'on_another_machine:PolicyGradient'}"])
-    assert read_blueprint(recipe, trains=False).recipe == recipe
-    with pytest.raises(ConfigError, match="on_another_machine"):
-        read_blueprint(recipe)
+    shared = ["mode=ray", "lanes={}", "training.lora=null", "techniques.assist=both"]
+    for changes in ([], shared):
+        recipe = read_recipe("demo", ["algorithm={name: 'on_another_machine:PolicyGradient'}", *changes])
+        assert read_blueprint(recipe, trains=False).recipe == recipe
+        with pytest.raises(ConfigError, match="on_another_machine"):
+            read_blueprint(recipe)
+    mine = read_recipe("demo", [f"algorithm={{name: '{NAME}', options: {{updates_per_batch: 2}}}}", *shared])
+    with pytest.raises(ConfigError, match=r"^techniques\.assist: both.*too large to be sent"):
+        read_blueprint(mine)
 
 
 @pytest.mark.parametrize(

@@ -631,8 +631,13 @@ class Recipe(Frozen):
         if self.lanes.ranks > 1:
             why = f"both, where every card trains alone, but lanes.ranks is {self.lanes.ranks}"
             raise _conflict("techniques.assist", f"{why}; set it to 1 and add the other cards to lanes.generators")
-        trains_all_on_ray = self.topology.uses_ray and self.training.lora is None
-        if trains_all_on_ray and self.algorithm.settings().updates_per_batch > 1:
+        if ":" not in self.algorithm.name:  # the settings of others are read where something is trained
+            self.check_shared_gradients()
+
+    def check_shared_gradients(self) -> None:
+        """Raises ConfigError if the gradients of all weights would be sent over the network after every update."""
+        sends_all = self.shares_work and self.topology.uses_ray and self.training.lora is None
+        if sends_all and self.algorithm.settings().updates_per_batch > 1:
             why = "both, but in mode ray the gradients of all weights are too large to be sent after every update"
             raise _conflict("techniques.assist", f"{why}; train adapters (training.lora), or set it to trainer")
 

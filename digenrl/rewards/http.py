@@ -12,7 +12,7 @@ from torch import Tensor
 from digenrl.config.reading import ConfigError, first_problem
 from digenrl.config.rewards.table import HttpSettings
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
-from digenrl.rewards.serving.http_client import NoResponseError, make_client, post_with_retries
+from digenrl.rewards.serving.http_client import NoResponseError, make_client, post_with_retries, tls_mismatch
 from digenrl.rewards.serving.http_messages import Refusal, ScoreReply, encode_request, requests_of
 
 CHECK_TIMEOUT_S = 5.0
@@ -94,8 +94,7 @@ def check_server(settings: HttpSettings) -> None:
             response = client.post(f"{settings.url}/score", content=b'{"samples": []}', timeout=CHECK_TIMEOUT_S)
             why = REFUSALS.get(response.status_code, "")
         except httpx.TransportError as error:
-            if "CERTIFICATE_VERIFY_FAILED" in str(error):
-                why = "has a certificate of an unknown authority; name its file in `ca_file`"
+            why = tls_mismatch(settings.url, error)
     if why:
         what = why.format(token_env=settings.token_env)
         raise ConfigError(f"reward '{settings.shown_as}': the server at {settings.url} {what}")

@@ -20,7 +20,7 @@ from digenrl.config.rewards.table import JudgeSettings, judge_template
 from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, Reward, RewardBatch, RewardError, as_pil, as_uint8
 from digenrl.rewards.parts.judge_answers import NoScoreError, Usage, answer_schema, read_reply, score_in
 from digenrl.rewards.parts.judge_cache import AnswerCache
-from digenrl.rewards.serving.http_client import backoff_s, make_client, retry_after_s
+from digenrl.rewards.serving.http_client import backoff_s, describe_failure, make_client, retry_after_s
 from digenrl.rewards.serving.http_messages import encode_png
 
 _log = logging.getLogger(__name__)
@@ -119,7 +119,8 @@ class JudgeReward(Reward):
         try:
             response = self._client.post(f"{self.settings.url}/chat/completions", content=request)
         except httpx.TransportError as error:
-            raise _AttemptError(f"{self.settings.url}: {type(error).__name__}: {error}", retry=True) from None
+            why = describe_failure(self.settings.url, error)
+            raise _AttemptError(f"{self.settings.url}: {why}", retry=True) from None
         if response.status_code != httpx.codes.OK:
             raise self._refused(response)
         try:

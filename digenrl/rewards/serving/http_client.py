@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import socket
 import ssl
 from collections.abc import Callable
 
@@ -13,6 +15,8 @@ from digenrl.rewards.serving.http_messages import check_token
 
 # Worth a retry: the server is overloaded or still starting. Other errors would repeat.
 RETRIED_STATUS = frozenset({429, 502, 503, 504})
+NOT_TLS = re.compile("WRONG_VERSION_NUMBER|record layer failure|HTTP_REQUEST")  # the reply of a plain HTTP server
+HANDSHAKE_S = 5.0
 
 
 class NoResponseError(RuntimeError):
@@ -50,6 +54,38 @@ def _accepted_certificates(settings: ServerSettings) -> ssl.SSLContext | bool:
         raise ConfigError(f"{where}: {settings.ca_file} has no certificates: {one_line(error)}") from None
 
 
+def describe_failure(url: str, error: httpx.TransportError) -> str:
+    """Why a server gave no response: that the two sides disagree about TLS, or in the words of the library."""
+    return tls_mismatch(url, error) or f"{type(error).__name__}: {error}"
+
+
+def tls_mismatch(url: str, error: httpx.TransportError) -> str:
+    """What the two sides of a failed connection disagree about, as a predicate of the server; empty if nothing."""
+    what, address = str(error), httpx.URL(url)
+    if "CERTIFICATE_VERIFY_FAILED" in what:
+        if "mismatch" in what:
+            return f"has a certificate for another name than {address.host}; use its name in `url`"
+        return "has a certificate of an unknown authority; name its file in `ca_file`"
+    if address.scheme == "https" and NOT_TLS.search(what):
+        return "does not use TLS; write http:// in `url`, or start it with --certificate and --key"
+    closed = isinstance(error, httpx.RemoteProtocolError | httpx.ReadError)
+    if address.scheme == "http" and closed and _speaks_tls(address):
+        return "uses TLS; write https:// in `url`, and the file of its certificate in `ca_file`"
+    return ""
+
+
+def _speaks_tls(address: httpx.URL) -> bool:
+    """Whether a TLS handshake succeeds. Nothing is sent after it, so the certificate does not matter."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((address.host, address.port or 80), HANDSHAKE_S) as plain:
+            context.wrap_socket(plain, server_hostname=address.host).close()
+    except OSError:  # ssl.SSLError is one
+        return False
+    return True
+
+
 def post_with_retries(
     client: httpx.Client, settings: ServerSettings, path: str, body: bytes, sleep: Callable[[float], None]
 ) -> httpx.Response:
@@ -64,13 +100,13 @@ def post_with_retries(
         try:
             response = client.post(f"{settings.url}{path}", content=body)
         except httpx.TransportError as error:
-            failure, asked_s = f"{type(error).__name__}: {error}", 0.0
+            failure, asked_s = describe_failure(settings.url, error), 0.0
             continue
         if response.status_code not in RETRIED_STATUS:
             return response
         failure, asked_s = f"status {response.status_code}", retry_after_s(response)
     attempts = settings.retries + 1
-    raise NoResponseError(f"{settings.url} did not respond in {attempts} attempts, last {failure}")
+    raise NoResponseError(f"{settings.url} did not respond in {attempts} attempts, last: {failure}")
 
 
 def backoff_s(settings: ServerSettings, attempt: int, asked_s: float = 0.0) -> float:

@@ -6,6 +6,7 @@ It works with any transport, handles names and numbers but never tensors, and ne
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,7 @@ from digenrl.driver.repeated_failures import RepeatedFailures
 from digenrl.driver.step_summary import StepSummary
 from digenrl.driver.stores import DriverStores
 from digenrl.driver.supervisor import Supervisor, TrainerLostError, WorkerFailedError
+from digenrl.exchange.deliveries import SLOWEST_BYTES_PER_S
 from digenrl.logs import describe
 from digenrl.records import (
     HELD_OUT_STEP,
@@ -111,7 +113,8 @@ class Dispatcher:
     ) -> None:
         self._clock, self._look_around, self._notify = clock, hooks.look_around, hooks.notify
         self.stores = DriverStores(recipe, resources.workers, resources.artifacts, prompts)
-        deadlines = JobDeadlines(recipe.lanes.patience_s, hooks.monotonic, recipe.scoring_limit_s)
+        slowest = SLOWEST_BYTES_PER_S if recipe.topology.uses_ray else math.inf
+        deadlines = JobDeadlines(recipe.lanes.patience_s, hooks.monotonic, recipe.scoring_limit_s, slowest)
         self._jobs = PendingJobs(resources.transport, clock, deadlines)
         self._inputs = JobInputs(self.stores, hooks.checkpoint_facts)
         self._outputs = JobOutputs(self.stores, self._jobs.jobs, hooks.on_step)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from digenrl.records import Calibrate, Encode, Evaluate, Generate, Job, Score
+from digenrl.records import Calibrate, Encode, Evaluate, Generate, Job, Publish, Score
 from digenrl.transports.active_clock import ActiveClock
 
 FACTOR = 10  # a job may take this many times as long as the longest of its kind so far
@@ -29,14 +30,22 @@ class JobDeadlines:
 
     A deadline is learnt from the jobs of the same kind, and is never shorter than `patience_s`, nor than the time
     that rewards may take by their own limits, `scoring_s`. All ranks of a worker count together: any result is
-    progress.
+    progress. The first weights of a worker are whole and may cross a link that no other weights have crossed,
+    which delivers `link_bytes_per_s` at least.
     """
 
-    def __init__(self, patience_s: float, monotonic: Callable[[], float], scoring_s: float = 0.0) -> None:
-        self._scoring_s = scoring_s
+    def __init__(
+        self,
+        patience_s: float,
+        monotonic: Callable[[], float],
+        scoring_s: float = 0.0,
+        link_bytes_per_s: float = math.inf,
+    ) -> None:
+        self._scoring_s, self._link_bytes_per_s = scoring_s, link_bytes_per_s
         self._patience_s, self._now_s = patience_s, ActiveClock(min(LONGEST_PAUSE_S, patience_s / 4), monotonic)
         self._since_s: dict[str, float] = {}  # the last progress of every worker that is ready
         self._longest_s: dict[type[Job], float] = {}
+        self._have_weights: set[str] = set()
 
     def begin(self, worker: str) -> None:
         """The worker is ready, or begins a job after it was idle."""
@@ -51,11 +60,14 @@ class JobDeadlines:
         now_s = self._now_s()
         took_s = now_s - self._since_s.get(owner(worker), now_s)
         self._longest_s[type(job)] = max(took_s, self._longest_s.get(type(job), 0.0))
+        if isinstance(job, Publish):
+            self._have_weights.add(owner(worker))
         self.begin(worker)
 
     def forget(self, worker: str) -> None:
         """The worker is lost. Others may have waited for it, so their time starts again."""
         self._since_s.pop(owner(worker), None)
+        self._have_weights.discard(owner(worker))
         self._since_s = dict.fromkeys(self._since_s, self._now_s())
 
     def overdue(self, jobs: Mapping[str, Iterable[Job]]) -> OverdueJob | None:
@@ -66,14 +78,16 @@ class JobDeadlines:
             pending.setdefault(owner(worker), []).extend(held)
         for worker, held_jobs in pending.items():
             waited_s = now_s - self._since_s.get(worker, now_s)
-            if held_jobs and waited_s > max(self.allowed_s(job) for job in held_jobs):
+            if held_jobs and waited_s > max(self.allowed_s(job, worker) for job in held_jobs):
                 return OverdueJob(worker, held_jobs[0], waited_s)
         return None
 
-    def allowed_s(self, job: Job) -> float:
-        """The longest time without a result while this job is under way."""
+    def allowed_s(self, job: Job, worker: str = "") -> float:
+        """The longest time without a result while this worker has the job."""
         kind = type(job)
         least_s = self._patience_s + (self._scoring_s if kind in SCORING else 0.0)
+        if isinstance(job, Publish) and owner(worker) not in self._have_weights:
+            least_s = max(UNTIMED_FACTOR * self._patience_s, job.weights.bytes / self._link_bytes_per_s)
         if kind not in self._longest_s:
             return max(least_s, UNTIMED_FACTOR * self._patience_s)
         longest_s = self._longest_s[kind] if kind in INDEPENDENT else max(self._longest_s.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 STALL_TIMEOUT_S = 15.0
+SLOWEST_BYTES_PER_S = 0.25e6  # of a link over which nothing was sent yet
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from digenrl.driver.job_deadlines import FACTOR, UNTIMED_FACTOR, JobDeadlines
 from digenrl.driver.job_inputs import prompts_of
 from digenrl.driver.supervisor import WorkerFailedError
 from digenrl.loop import RunGaveUpError, drive
-from digenrl.records import Encode, Evaluate, Generate, Job, Score, Slice, Train
+from digenrl.records import Encode, Evaluate, Generate, Job, Publish, Score, Slice, Train, WeightsReference
 from digenrl.scheduling.invariants import Auditor
 
 PATIENCE_S = 10.0
@@ -55,6 +55,23 @@ def test_a_deadline_follows_the_longest_job_of_its_kind_but_is_never_shorter_tha
     assert deadlines.allowed_s(score()) == FACTOR * 4.0
     deadlines.finish("trainer", train())
     assert deadlines.allowed_s(train()) == FACTOR * 4.0, "it may wait for any other worker"
+
+
+def test_the_first_weights_of_a_worker_may_cross_a_slow_link() -> None:
+    clock = Seconds()
+    deadlines = JobDeadlines(PATIENCE_S, clock, link_bytes_per_s=1e6)
+    large, small = (Publish(1, 0, 1, (0,), WeightsReference("w", size, 0)) for size in (15 * 10**9, 10**6))
+    for worker in ("generator-0", "generator-1"):
+        deadlines.begin(worker)
+    assert deadlines.allowed_s(small, "generator-0") == UNTIMED_FACTOR * PATIENCE_S
+    deadlines.finish("generator-0", small)
+    assert deadlines.allowed_s(large, "generator-0") == PATIENCE_S, "a patch"
+    clock.pass_by(deadlines, 10_000)
+    assert deadlines.overdue({"generator-1": [large]}) is None
+    clock.pass_by(deadlines, 5_001)
+    assert deadlines.overdue({"generator-1": [large]}) is not None
+    deadlines.forget("generator-0")
+    assert deadlines.allowed_s(large, "generator-0") == 15_000, "its replacement has no weights"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import ray
 
-from digenrl.exchange.deliveries import BroadcastLimits, Delivery
+from digenrl.exchange.deliveries import SLOWEST_BYTES_PER_S, BroadcastLimits, Delivery
 from digenrl.records import Committed, Exported, Job, Publish, WeightsReference
 from digenrl.transports.contract import Report
 from digenrl.transports.ray.actors import BROADCAST, BROADCAST_THREADS
@@ -18,7 +18,6 @@ from digenrl.transports.ray.worker_handles import WorkerHandle
 
 MIN_TIMEOUT_S = 20.0  # for members to join
 MIN_PATCH_BYTES_PER_S = 20e6  # of making a patch, during which receivers wait for the sender to join
-UNMEASURED_BYTES_PER_S = 0.25e6  # of a link over which nothing was sent yet
 SLOWED_DOWN = 10  # a broadcast is given up when the link is this many times slower than before
 
 
@@ -152,7 +151,7 @@ class WeightBroadcaster:
         references = [self._lacking[name][worker] for worker in route.receivers]
         measured, size, count = self._bytes_per_s.get(route.link), references[0].bytes, len(references)
         join_s = MIN_TIMEOUT_S + (size / MIN_PATCH_BYTES_PER_S if route.held else 0.0)
-        slowest = UNMEASURED_BYTES_PER_S if measured is None else measured / SLOWED_DOWN
+        slowest = SLOWEST_BYTES_PER_S if measured is None else measured / SLOWED_DOWN
         limits = BroadcastLimits(join_s + size / slowest, join_s)
         address = self._method(route.sender, "broadcast_address").remote()
         received = {

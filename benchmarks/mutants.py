@@ -184,8 +184,8 @@ MUTANTS = [
     Mutant(
         "sent sums kept by the lane",
         SHARED,
-        "replace(lane, job=None, trained=())), state.current",
-        "replace(lane, job=None)), state.current",
+        "release(state, lane.index, trained=()), state.current",
+        "release(state, lane.index), state.current",
     ),
     Mutant(
         "commit before sums are sent",

@@ -6,9 +6,8 @@ times.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from digenrl.records import Calibrate, Calibrated
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.encoding import encode
 from digenrl.scheduling.lanes import release
 from digenrl.scheduling.state import Outcome, SchedulerState, give_lanes, lane_of, put_lane

@@ -11,7 +11,6 @@ dropped. The trainer answers each job once, or is reported as lost.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from digenrl import records
@@ -28,6 +27,7 @@ from digenrl.scheduling import (
     shared_work,
     trainer_turns,
 )
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.slice_assignment import hand_out_slices
 from digenrl.scheduling.state import Generating, Outcome, SchedulerState, open_step
 

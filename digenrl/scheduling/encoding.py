@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from digenrl.records import Action, Encode
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.state import Outcome, SchedulerState, issue
 
 

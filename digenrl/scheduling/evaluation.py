@@ -6,9 +6,8 @@ chunk is sampled with the version it is about. And a version to be evaluated is 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from digenrl.records import AbandonEvaluation, Action, Evaluate, Evaluated, HeldOutChunk
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.lanes import publish_newest, release
 from digenrl.scheduling.repeated_steps import is_served
 from digenrl.scheduling.scoring import enqueue

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import replace
 
 from digenrl.records import (
     Action,
@@ -34,6 +33,7 @@ from digenrl.records import (
     holding_lane,
 )
 from digenrl.scheduling import evaluation, hedging, shared_gradients
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.encoding import encode
 from digenrl.scheduling.lanes import end_round_if_over, release
 from digenrl.scheduling.order import positions, positions_of_group, slices_in, slices_of_group

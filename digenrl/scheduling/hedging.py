@@ -12,9 +12,9 @@ lost or fails, the other one carries on alone.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from digenrl.records import Action, Generate, Wake
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.state import Lane, Outcome, SchedulerState, is_wanted, put_lane
 
 LEAST_NS = 1_000_000_000  # shorter delays are not worth a copy

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect
-from dataclasses import replace
 
-from digenrl.records import Publish, Published, WorkerJoined
+from digenrl.records import Publish, Published, Slice, WorkerJoined
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.repeated_steps import repeats_stale_slices
 from digenrl.scheduling.state import (
     NO_VERSION,
@@ -17,6 +17,7 @@ from digenrl.scheduling.state import (
     idle_rank,
     issue,
     lane_of,
+    lanes_with,
     put_lane,
 )
 
@@ -24,8 +25,7 @@ from digenrl.scheduling.state import (
 def absorb_joined(state: SchedulerState, event: WorkerJoined) -> Outcome:
     """The new lane gets the newest version. It takes slices once that is loaded and the lane is calibrated."""
     lane = lane_of(len(state.lanes), event.offer, helper=False, version=NO_VERSION)
-    lane = replace(lane, sent_version=state.committed)
-    state = make_idle(replace(state, lanes=(*state.lanes, lane)), lane)
+    state = make_idle(state, replace(lane, sent_version=state.committed))
     state, publish = issue(state, event.at_ns, Publish, state.committed, (lane.index,))
     return state, (publish,)
 
@@ -72,22 +72,26 @@ def publish_newest(state: SchedulerState, at_ns: int) -> Outcome:
     return replace(state, lanes=tuple(lanes), publishing=(*state.publishing, (version, at_ns))), (publish,)
 
 
-def release(state: SchedulerState, index: int) -> SchedulerState:
-    """Takes the job from a lane. A round of help ends when the last of the helpers' jobs is gone."""
-    lane = replace(state.lanes[index], job=None)
-    state = put_lane(state, lane)
+def release(state: SchedulerState, index: int, trained: tuple[Slice, ...] | None = None) -> SchedulerState:
+    """Takes the job from a lane, and puts what it has `trained`, if given.
+
+    A round of help ends when the last of the helpers' jobs is gone.
+    """
+    lane = state.lanes[index]
+    lane = replace(lane, job=None, trained=lane.trained if trained is None else trained)
     if state.terms.colocated or state.terms.shares_work or not lane.helper:
         return make_idle(state, lane)
-    return end_round_if_over(state)
+    return end_round_if_over(put_lane(state, lane))
 
 
 def make_idle(state: SchedulerState, lane: Lane) -> SchedulerState:
-    """Adds a lane to the idle list, or to those that wait for calibration."""
+    """Puts a lane that has become idle: into the idle list, too, or to those that wait for calibration."""
+    lanes = lanes_with(state, lane)
     if not lane.calibrated:
-        return replace(state, uncalibrated=(*state.uncalibrated, lane.index))
+        return replace(state, lanes=lanes, uncalibrated=(*state.uncalibrated, lane.index))
     rank = idle_rank(state.costs, lane)
     place = bisect(state.idle, rank, key=lambda index: idle_rank(state.costs, state.lanes[index]))
-    return replace(state, idle=(*state.idle[:place], lane.index, *state.idle[place:]))
+    return replace(state, lanes=lanes, idle=(*state.idle[:place], lane.index, *state.idle[place:]))
 
 
 def end_round_if_over(state: SchedulerState) -> SchedulerState:

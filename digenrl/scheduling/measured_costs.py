@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from fractions import Fraction
 
 from digenrl.records import Action, CostsMeasured
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.help.choose_help import CLOSE_ENOUGH
 from digenrl.scheduling.state import Lane, SchedulerState, idle_rank
 from digenrl.scheduling.terms import Costs, Terms

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import replace
 
 from digenrl.records import Action, HeldOutChunk, Score, Scored, Slice, WorkerRestarted
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.state import (
     GroupProgress,
     Outcome,

@@ -10,8 +10,6 @@ new attempt. What lanes still do for the old one is ignored.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from digenrl.records import (
     Action,
     Commit,
@@ -23,6 +21,7 @@ from digenrl.records import (
     Trained,
     UpdateTaken,
 )
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.encoding import encode_step
 from digenrl.scheduling.evaluation import awaits_publication
 from digenrl.scheduling.lanes import release
@@ -105,10 +104,9 @@ def absorb_trained(state: SchedulerState, event: Trained) -> Outcome:
     lane = state.lanes[job.lane]
     if lane.job != job:
         return state, ()  # late: the lane is lost
-    state = release(state, lane.index)
     if not _is_open(state, piece.step, job.attempt):
-        return state, ()
-    state = put_lane(state, replace(lane, job=None, trained=(*lane.trained, piece)))
+        return release(state, lane.index), ()
+    state = release(state, lane.index, trained=(*lane.trained, piece))
     step = state.current
     group = step.groups[piece.group]
     assert not group.trained & piece.mask(), f"{piece} was trained twice"
@@ -129,10 +127,9 @@ def absorb_gradients_sent(state: SchedulerState, event: GradientsSent) -> Outcom
     lane = state.lanes[job.lane]
     if lane.job != job:
         return state, ()
-    state = release(state, lane.index)
     if not _is_open(state, job.step, job.attempt):
-        return state, ()
-    state, step = put_lane(state, replace(lane, job=None, trained=())), state.current
+        return release(state, lane.index), ()
+    state, step = release(state, lane.index, trained=()), state.current
     return put_step(state, replace(step, gradients=(*step.gradients, SentGradients(job, lane.trained)))), ()
 
 

@@ -10,13 +10,21 @@ Slices of the next step, started on the version one behind, come after all work 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from digenrl.records import Action, Generate, Role, Slice, Train
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.dispatch import reserved_before
 from digenrl.scheduling.shared_gradients import commit_if_complete, send_gradients
 from digenrl.scheduling.slice_assignment import SlicePicker
-from digenrl.scheduling.state import Lane, Outcome, ReadyUnit, SchedulerState, StepProgress, is_available, put_step
+from digenrl.scheduling.state import (
+    GroupProgress,
+    Lane,
+    Outcome,
+    ReadyUnit,
+    SchedulerState,
+    StepProgress,
+    is_available,
+    put_step,
+)
 
 UNLIMITED = 1 << 30  # slices
 LATE = 1.25  # times what a job was expected to take
@@ -53,6 +61,7 @@ class _Allocation:
         self._lanes = [
             lane for lane in state.lanes if lane.present and lane.calibrated and is_available(state, lane)
         ]
+        self._trainers = [lane for lane in self._lanes if lane.train_sample_ns]
         self._free_ns = {lane.index: max(at_ns, lane.ends_ns) if lane.job else at_ns for lane in self._lanes}
 
     def hand_out(self) -> Outcome:
@@ -63,8 +72,7 @@ class _Allocation:
             self._offer_to_idle_lanes()
         lanes, step = list(state.lanes), state.current
         for index, job in self._jobs.items():
-            lane = replace(lanes[index], job=job, ends_ns=self._free_ns[index])
-            lanes[index] = _as_generator(lane, job, state) if isinstance(job, Generate) else _as_trainer(lane)
+            lanes[index] = _with_job(lanes[index], job, self._free_ns[index], state)
         state = replace(
             state,
             lanes=tuple(lanes),
@@ -74,7 +82,8 @@ class _Allocation:
         )
         if len(self._ready) + len(self._later) < len(step.ready):
             ready = tuple(sorted((*self._ready, *self._later))) if self._later else tuple(self._ready)
-            state = put_step(state, _with_training(replace(state.current, ready=ready), self._jobs))
+            groups = _with_training(state.current, self._jobs)
+            state = put_step(state, replace(state.current, ready=ready, groups=groups))
         return state, tuple(self._jobs.values())
 
     def _offer_to_idle_lanes(self) -> None:
@@ -141,8 +150,8 @@ class _Allocation:
         if self._picker.unstarted(current_step_only=True):
             return False
         left = len(self._ready)
-        for other in self._lanes:
-            if other is lane or not other.train_sample_ns or other.version != lane.version:
+        for other in self._trainers:
+            if other is lane or other.version != lane.version:
                 continue
             time_ns = end_ns - 1 - self._free_ns[other.index] - self._next_switch_ns(other, "train")
             if time_ns > 0:
@@ -262,22 +271,21 @@ class _Allocation:
         return self._state.jobs_issued + len(self._jobs)
 
 
-def _as_generator(lane: Lane, job: Generate, state: SchedulerState) -> Lane:
-    """The lane with what it has been given counted towards its quota of the slice's step."""
+def _with_job(lane: Lane, job: Generate | Train, ends_ns: int, state: SchedulerState) -> Lane:
+    """The lane with its job. Slices count towards its quota of their step."""
+    if isinstance(job, Train):
+        return replace(lane, job=job, ends_ns=ends_ns, role="train")
     slices = state.terms.slices_in(job.slice.size)
     if job.slice.step == state.committed:
-        return replace(lane, role="generate", taken=lane.taken + slices)
-    return replace(lane, role="generate", taken_ahead=lane.taken_ahead + slices)
+        return replace(lane, job=job, ends_ns=ends_ns, role="generate", taken=lane.taken + slices)
+    return replace(lane, job=job, ends_ns=ends_ns, role="generate", taken_ahead=lane.taken_ahead + slices)
 
 
-def _as_trainer(lane: Lane) -> Lane:
-    return replace(lane, role="train")
-
-
-def _with_training(step: StepProgress, jobs: dict[int, Generate | Train]) -> StepProgress:
+def _with_training(step: StepProgress, jobs: dict[int, Generate | Train]) -> tuple[GroupProgress, ...]:
+    """The step's groups, with the samples of these jobs marked."""
     groups = list(step.groups)
     for job in jobs.values():
         if isinstance(job, Train):
             group = groups[job.slice.group]
             groups[job.slice.group] = replace(group, training=group.training | job.slice.mask())
-    return replace(step, groups=tuple(groups))
+    return tuple(groups)

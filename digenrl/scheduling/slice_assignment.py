@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 
 from digenrl.records import Generate, Slice
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.dispatch import Reservations, assign_by_finish, first_unreserved
 from digenrl.scheduling.order import slice_at
 from digenrl.scheduling.repeated_steps import is_served, recorded_as_stale, stale_budget

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeVar
 
@@ -30,6 +30,7 @@ from digenrl.records import (
     TakeUpdate,
     Train,
 )
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.order import slice_at
 from digenrl.scheduling.terms import Costs, Terms
 
@@ -501,8 +502,12 @@ def put_step(state: SchedulerState, step: StepProgress) -> SchedulerState:
 
 
 def put_lane(state: SchedulerState, lane: Lane) -> SchedulerState:
-    before, after = state.lanes[: lane.index], state.lanes[lane.index + 1 :]
-    return replace(state, lanes=(*before, lane, *after))
+    return replace(state, lanes=lanes_with(state, lane))
+
+
+def lanes_with(state: SchedulerState, lane: Lane) -> tuple[Lane, ...]:
+    """The lanes with one of them replaced or, if it is new, added."""
+    return (*state.lanes[: lane.index], lane, *state.lanes[lane.index + 1 :])
 
 
 def put_group(step: StepProgress, index: int, group: GroupProgress) -> tuple[GroupProgress, ...]:

@@ -5,8 +5,6 @@ Training goes before helping, and help never starts while something is ready to 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from digenrl.records import (
     Commit,
     Committed,
@@ -22,6 +20,7 @@ from digenrl.records import (
     Trained,
     Wait,
 )
+from digenrl.scheduling.changes import replace
 from digenrl.scheduling.encoding import encode_step
 from digenrl.scheduling.evaluation import abandon_if_unservable, awaits_publication
 from digenrl.scheduling.help.choose_help import choose_help

@@ -64,6 +64,7 @@ class StepForecast:
     def __init__(self, initial: SchedulerState) -> None:
         terms, costs = initial.terms, initial.costs
         self.lanes = lane_times(initial)
+        self.trainers = [(index, lane) for index, lane in enumerate(self.lanes) if lane.train_ns]
         self.groups, self.slices_per_group = terms.prompts, terms.slices_per_group
         self.jobs_per_group = terms.samples_per_prompt // terms.train_unit
         self.commit_ns = costs.reduce_ns + costs.commit_ns
@@ -107,7 +108,7 @@ class _Step:
         self.ready, self.untrained = 0, forecast.groups * forecast.jobs_per_group
         self.due = [(lane.starts_ns, index) for index, lane in enumerate(self.lanes)]
         heapify(self.due)
-        self.now_ns, self.ends_ns = 0, [0] * count
+        self.now_ns, self.ends_ns, self.last_end_ns = 0, [0] * count, 0
         self.pieces: list[list[int]] = [[] for _ in self.lanes]
 
     def run(self, stop_ns: int) -> None:
@@ -116,8 +117,8 @@ class _Step:
         due, free_ns, piece, missing = self.due, self.free_ns, self.piece, self.missing
         while self.untrained:
             if not due:
-                self.ends_ns[0] = NEVER_NS
-            if max(self.ends_ns) >= stop_ns:
+                self.ends_ns[0] = self.last_end_ns = NEVER_NS
+            if self.last_end_ns >= stop_ns:
                 return
             now_ns = self.now_ns = due[0][0]
             while due and due[0][0] == now_ns:
@@ -157,16 +158,19 @@ class _Step:
         self.untrained -= 1
         self.generates[lane] = False
         self.free_ns[lane] = self.ends_ns[lane] = end_ns
+        self.last_end_ns = max(self.last_end_ns, end_ns)
         return True
 
     def _others_train_all(self, lane: int, end_ns: int) -> bool:
         now_ns, left, free_ns = self.now_ns, self.ready, self.free_ns
         if left > (end_ns - now_ns) * self.forecast.jobs_per_ns:
             return False
-        for other, times in enumerate(self.lanes):
-            if other == lane or not times.train_ns or times.starts_ns > now_ns:
+        longest_ns = end_ns - 1 - now_ns
+        for other, times in self.forecast.trainers:
+            if other == lane or times.starts_ns > now_ns:
                 continue
-            time_ns = end_ns - 1 - max(now_ns, free_ns[other])
+            busy_ns = free_ns[other] - now_ns
+            time_ns = longest_ns - busy_ns if busy_ns > 0 else longest_ns
             if self.generates[other]:
                 time_ns -= times.switch_out_ns
             if time_ns > 0:
@@ -209,7 +213,7 @@ class _Step:
         now_ns, left, free_ns = self.now_ns, self.unstarted, self.free_ns
         if left > (end_ns - now_ns) * self.forecast.slices_per_ns + self.forecast.slices_at_once:
             return False
-        strict = self.rule.strict
+        strict, longest_ns = self.rule.strict, end_ns - 1 - now_ns
         for other, times in enumerate(self.lanes):
             if other == lane or times.starts_ns > now_ns:
                 continue
@@ -219,7 +223,8 @@ class _Step:
             if not quota:
                 continue
             at_once = len(times.take_ns)
-            time_ns = end_ns - 1 - max(now_ns, free_ns[other]) - _piece_ns(times, length)
+            busy_ns = free_ns[other] - now_ns
+            time_ns = (longest_ns - busy_ns if busy_ns > 0 else longest_ns) - _piece_ns(times, length)
             if not self.generates[other]:
                 time_ns -= times.switch_in_ns
             if time_ns >= 0:

@@ -14,7 +14,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from digenrl.config.reading import ConfigError
+from safetensors import SafetensorError, safe_open
+
+from digenrl.config.reading import ConfigError, one_line
 
 INDEX_NAME = "model_index.json"
 Listing = Mapping[str, int]  # bytes of each file, by its path inside the pipeline's folder
@@ -26,7 +28,6 @@ WEIGHTS = re.compile(
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 SMALL_FILES = (".json", ".txt", ".model", ".jinja")  # configurations and vocabularies
 VOCABULARIES = (("tokenizer.json",), ("vocab.json", "merges.txt"), ("spiece.model",), ("tokenizer.model",))
-MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
 
 
 class MissingFilesError(ConfigError):
@@ -127,24 +128,16 @@ def folder_listing(folder: Path) -> dict[str, int]:
 def read_header(path: Path) -> dict[str, HeaderEntry]:
     """The tensors of a .safetensors file by name; raises ConfigError if the file is damaged or truncated."""
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > MAX_HEADER_BYTES:
-                raise ValueError("its header is longer than 100 MB")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        tensors = {name: HeaderEntry(entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
-        expected = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        with safe_open(path, framework="np") as file:
+            names = file.keys()
+            entries = {name: file.get_slice(name) for name in names}
+            return {name: HeaderEntry(each.get_dtype(), tuple(each.get_shape())) for name, each in entries.items()}
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ConfigError(f"{path}: not a safetensors file, or damaged; copy or download it again") from None
-    size = path.stat().st_size
-    if size != expected:
+    except SafetensorError as error:
         raise ConfigError(
-            f"{path}: damaged: it has {size:,} bytes where its header says {expected:,}; copy or download it again"
-        )
-    return tensors
+            f"{path}: not a safetensors file, or damaged ({one_line(error)}); copy or download it again"
+        ) from None
 
 
 def _parts(path: str) -> re.Match[str] | None:

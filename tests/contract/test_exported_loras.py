@@ -1,7 +1,8 @@
 """Every family's exported LoRA gives the same velocity in diffusers, peft, ComfyUI and as a merged pipeline.
 
 ComfyUI is not needed: `comfyui_model` rebuilds how it names the layers of each model, and `apply_in_comfyui`
-how its loader finds adapters and scales them.
+how its loader finds adapters and scales them. Both were compared with its code, `comfy/lora.py`, `comfy/utils.py`
+and the models in `comfy/ldm`, at the commits that docs/models.md names.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import re
 import resource
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -40,13 +42,7 @@ from digenrl.worker.blueprint import check_adapters, load_model, read_blueprint
 
 PEFT = ("sd3", "sdxl")  # peft's names are the same for every transformer
 RANK, ALPHA = 2, 8.0  # a scale of 4: a reader that ignores it is far off, and it rounds nothing
-# Every linear layer of every block except one, so that a fused layer of ComfyUI has a part without adapters.
-TARGETS = (
-    r"(?!single_transformer_blocks\.1\.attn\.to_k|.*attentions\.\d+\.proj_out)(.*\.)?(\w*blocks|layers|\w+_refiner)\.\d+\.(.*\.)?"
-    r"(to_[qkv]|to_out\.0|add_[qkv]_proj|to_add_out|net\.0\.proj|net\.2|linear|\w+_mod\.1|proj_mlp|proj_out"
-    r"|w[123]|adaLN_modulation\.0|linear_in|linear_out|to_qkv_mlp_proj)"
-    r"|single_transformer_blocks\.\d+\.attn\.to_out|\w+_stream_modulation\w*\.linear"
-)
+WITHOUT = "single_transformer_blocks.1.attn.to_k"  # so that a fused layer of ComfyUI has a part without adapters
 
 
 @dataclass(frozen=True)
@@ -68,6 +64,14 @@ def velocity_of(model: DiffusionModel, conditioning: Conditioning) -> Tensor:
     return model.velocity(latents, times, conditioning, guidance=1.0, size=size)
 
 
+def all_layers(family: str) -> str:
+    """Every linear layer of the transformer but one, as training.lora.targets."""
+    layers = shared_tiny_model(family).transformer.named_modules()
+    return "|".join(
+        re.escape(path) for path, each in layers if isinstance(each, torch.nn.Linear) and path != WITHOUT
+    )
+
+
 def recipe_of(family: Family, source: Path, **lora: Any) -> Recipe:
     size = tiny_size(family.name)
     content = {
@@ -78,7 +82,7 @@ def recipe_of(family: Family, source: Path, **lora: Any) -> Recipe:
         "sample": {"height": size.height, "width": size.width, "frames": size.frames},
         "batch": {"prompts": 2, "samples_per_prompt": 2},
         "algorithm": {"name": "flow_grpo"},
-        "training": {"lora": {"rank": RANK, "alpha": ALPHA, "targets": TARGETS, **lora}},
+        "training": {"lora": {"rank": RANK, "alpha": ALPHA, "targets": all_layers(family.name), **lora}},
     }
     return parse_model(Recipe, content)
 
@@ -93,7 +97,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     model = load_model(read_blueprint(recipe), "cpu")
     generator = torch.Generator().manual_seed(4)
     for parameter in adapter_parameters(model).values():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
     weights = {name: value for name, value in model.transformer.named_parameters() if ".lora_" in name}
     run = RunFolder.create(folder / "run", recipe, datetime.now(UTC))
     state = TrainerState(
@@ -111,18 +115,10 @@ def exports(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> dict[
     assert export(trained, "diffusers", folder / "diffusers") == [FILE_NAME]
     for to in ("peft", "merged"):
         export(trained, to, folder / to)
-    if has_comfyui_names(trained):
-        assert export(trained, "comfyui", folder / "comfyui") == ["run.safetensors"]
-    else:
-        with pytest.raises(ConfigError, match="ComfyUI"):
-            export(trained, "comfyui", folder / "comfyui")
+    assert export(trained, "comfyui", folder / "comfyui") == ["run.safetensors"]
     return {to: folder / to for to in ("diffusers", "peft", "merged")} | {
         "comfyui": folder / "comfyui" / "run.safetensors"
     }
-
-
-def has_comfyui_names(trained: Trained) -> bool:
-    return trained.family.model_class.comfyui_layers is not None
 
 
 def export(trained: Trained, to: str, out: Path) -> list[str]:
@@ -212,14 +208,24 @@ def test_a_merged_pipeline_has_no_adapters_and_all_components(trained: Trained, 
 
 
 def test_comfyui_loads_it(trained: Trained, base: PipelineModel, exports: dict[str, Path]) -> None:
-    if has_comfyui_names(trained):
-        apply_in_comfyui(load_file(exports["comfyui"]), trained.family.name, base.transformer)
-        assert_same_velocity(trained, base)
+    apply_in_comfyui(load_file(exports["comfyui"]), trained.family.name, base.transformer)
+    assert_same_velocity(trained, base)
+
+
+@pytest.mark.parametrize("trained", ["sd3"], indirect=True)
+@pytest.mark.parametrize(
+    ("layers", "expected"), [(None, "names for sd3 are not known"), ({"a": ("b",)}, "no name for")]
+)
+def test_layers_that_comfyui_has_no_names_for_are_refused(
+    trained: Trained, layers: Any, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trained.family.model_class, "comfyui_layers", layers)
+    with pytest.raises(ConfigError, match=expected):
+        export(trained, "comfyui", tmp_path / "comfyui")
 
 
 def test_training_starts_from_it(trained: Trained, exports: dict[str, Path]) -> None:
-    others = {"comfyui": has_comfyui_names(trained), "peft": trained.family.name in PEFT}
-    for to in ("diffusers", *(name for name, wanted in others.items() if wanted)):
+    for to in ("diffusers", "comfyui", *(["peft"] if trained.family.name in PEFT else [])):
         recipe = recipe_of(trained.family, trained.source, alpha=RANK * 2.0, start_from=str(exports[to]))
         check_adapters(read_blueprint(recipe))
         assert_same_velocity(trained, load_model(read_blueprint(recipe), "cpu"))
@@ -270,6 +276,9 @@ def test_training_starts_from_kohyas_names_and_alphas(tmp_path: Path) -> None:
 # --- ComfyUI's rules --------------------------------------------------------------------------------------------
 
 UNETS = ("sd15", "sdxl")
+DIFFUSERS_NAMES = ("sd3", "flux", "flux_kontext", "qwen_image", "qwen_image_edit", "qwen_image_2_1", "z_image")
+# The shift is before the scale, in diffusers behind it. For the names of diffusers, the loader swaps them itself.
+SWAPPED = "diffusion_model.final_layer.adaLN_modulation.1"
 
 
 def apply_in_comfyui(lora: dict[str, Tensor], family: str, transformer: torch.nn.Module) -> None:
@@ -286,8 +295,10 @@ def apply_in_comfyui(lora: dict[str, Tensor], family: str, transformer: torch.nn
         up, down = lora[f"{name}.{up_end}"], lora[f"{name}.{down_end}"]
         alpha = lora.get(f"{name}.alpha")
         scale = 1.0 if alpha is None else alpha.item() / down.shape[0]
-        update = (up @ down * scale).split([linears[part].out_features for part in parts])
-        for part, rows in zip(parts, update, strict=True):
+        update = up @ down * scale
+        if name == SWAPPED:
+            update = torch.cat([update[len(update) // 2 :], update[: len(update) // 2]])
+        for part, rows in zip(parts, update.split([linears[part].out_features for part in parts]), strict=True):
             linears[part].weight.data += rows
         used |= {f"{name}.{end}" for end in (down_end, up_end, "alpha")}
     assert used == lora.keys(), "lora key not loaded"
@@ -295,24 +306,29 @@ def apply_in_comfyui(lora: dict[str, Tensor], family: str, transformer: torch.nn
 
 def comfyui_model(family: str, linears: list[str]) -> dict[str, list[str]]:
     """The names that ComfyUI's loader knows, each with the diffusers layers whose rows it has, in order."""
-    plain = ("sd3", "flux", "flux_kontext", "qwen_image", "qwen_image_edit", "z_image")
-    if family in plain:
+    if family in DIFFUSERS_NAMES:
         return {f"transformer.{path}": [path] for path in linears}
-    if family == "ltx2":
-        return {f"diffusion_model.{path}": [path] for path in linears}
     if family in UNETS:
         return {f"lora_unet_{path.replace('.', '_')}": [path] for path in linears}
-    rename = {"wan": _wan_name, "wan_i2v": _wan_name, "flux2_klein": _flux2_name, "flux2_dev": _flux2_name}.get(
-        family, _hunyuan_name
-    )
+    rename, outside = COMFYUI_NAMES[family.partition("_")[0]]
     known: dict[str, list[str]] = {}
     for path in linears:
-        known.setdefault(f"diffusion_model.{rename(path)}", []).append(path)
-    if family != "wan":  # q, k, v and then the MLP, in whatever order diffusers has them
-        order = ["to_q", "add_q_proj", "to_k", "add_k_proj", "to_v", "add_v_proj", "proj_mlp"]
-        for parts in known.values():
-            parts.sort(key=lambda path: order.index(last) if (last := path.rpartition(".")[2]) in order else 0)
+        name = next((theirs + _end(path, ours) for ours, theirs in outside.items() if _is_in(path, ours)), None)
+        known.setdefault(f"diffusion_model.{rename(path) if name is None else name}", []).append(path)
+    order = ["to_q", "add_q_proj", "to_k", "add_k_proj", "to_v", "add_v_proj", "proj_mlp"]
+    for parts in known.values():  # q, k, v and then the MLP, in whatever order diffusers has them
+        parts.sort(key=lambda path: order.index(last) if (last := path.rpartition(".")[2]) in order else 0)
     return known
+
+
+def _is_in(path: str, module: str) -> bool:
+    return f"{path}.".startswith(f"{module}.")
+
+
+def _end(path: str, module: str) -> str:
+    """The rest of a path, where the two layers of an embedder have names of their own."""
+    rest = path.removeprefix(module)
+    return {".linear_1": ".in_layer", ".linear_2": ".out_layer"}.get(rest, rest)
 
 
 def _wan_name(path: str) -> str:
@@ -381,3 +397,59 @@ def _hunyuan_name(path: str) -> str:
     ):
         path = path.replace(module, spelling)
     return path
+
+
+_FINAL_LAYERS = {"proj_out": "final_layer.linear", "norm_out.linear": "final_layer.adaLN_modulation.1"}
+# By the first word of a family: how layers in blocks are renamed, and the names of modules outside of blocks.
+COMFYUI_NAMES: dict[str, tuple[Callable[[str], str], dict[str, str]]] = {
+    "wan": (
+        _wan_name,
+        {
+            "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+            "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+            "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+            "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+            "condition_embedder.time_proj": "time_projection.1",
+            "proj_out": "head.head",
+        },
+    ),
+    "flux2": (
+        _flux2_name,
+        {
+            "x_embedder": "img_in",
+            "context_embedder": "txt_in",
+            "time_guidance_embed.timestep_embedder": "time_in",
+            "time_guidance_embed.guidance_embedder": "guidance_in",
+            **_FINAL_LAYERS,
+        },
+    ),
+    "hunyuan": (
+        _hunyuan_name,
+        {
+            "context_embedder.proj_in": "txt_in.input_embedder",
+            "context_embedder.time_text_embed.timestep_embedder": "txt_in.t_embedder",
+            "context_embedder.time_text_embed.text_embedder": "txt_in.c_embedder",
+            "time_text_embed.timestep_embedder": "time_in",
+            "time_text_embed.guidance_embedder": "guidance_in",
+            "time_text_embed.text_embedder": "vector_in",
+            "time_embed.timestep_embedder": "time_in",
+            **{f"context_embedder_2.linear_{number}": f"byt5_in.fc{number}" for number in (1, 2, 3)},
+            "image_embedder.linear_1": "vision_in.proj.1",
+            "image_embedder.linear_2": "vision_in.proj.3",
+            **_FINAL_LAYERS,
+        },
+    ),
+    "ltx2": (
+        str,
+        {
+            "proj_in": "patchify_proj",
+            "audio_proj_in": "audio_patchify_proj",
+            "time_embed": "adaln_single",
+            "audio_time_embed": "audio_adaln_single",
+            "av_cross_attn_video_scale_shift": "av_ca_video_scale_shift_adaln_single",
+            "av_cross_attn_audio_scale_shift": "av_ca_audio_scale_shift_adaln_single",
+            "av_cross_attn_video_a2v_gate": "av_ca_a2v_gate_adaln_single",
+            "av_cross_attn_audio_v2a_gate": "av_ca_v2a_gate_adaln_single",
+        },
+    ),
+}

@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxPipeline, QwenImagePipeline, StableDiffusionXLPipeline, WanPipeline
+from diffusers import (
+    FluxPipeline,
+    QwenImagePipeline,
+    StableDiffusionXLPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from safetensors.torch import save_file
 from tiny_pipelines import shared_tiny_model
-from torch import Tensor
+from torch import Tensor, nn
 
 from digenrl.config.reading import ConfigError
+from digenrl.models.adapters.lora_files import Adapters, write_comfyui
 from digenrl.models.adapters.lora_start import fitted, original_layers, read_lora
 from digenrl.models.families.parts.comfyui_layers import WAN_LAYERS
 
@@ -62,13 +69,22 @@ def test_kohyas_files_are_read_with_their_alphas(
 
 def test_comfyuis_names_for_wan_are_those_that_diffusers_converts(tmp_path: Path) -> None:
     """Also of the layers that only image-to-video models have."""
-    names = {name.replace("*", "0"): layers[0].replace("*", "0") for name, layers in WAN_LAYERS.items()}
-    tensors = pairs_of(*(f"diffusion_model.{name}" for name in names), sides=DIFFUSERS, alpha=False)
-    save_file(tensors, tmp_path / "lora.safetensors")
-    read = read_lora(tmp_path / "lora.safetensors", WanPipeline, {})
-    assert read.keys() == set(names.values())
-    for name, layer in names.items():
-        assert torch.equal(read[layer][0], tensors[f"diffusion_model.{name}.lora_A.weight"])
+    config = shared_tiny_model("wan_i2v").pipeline.transformer.config
+    transformer = WanTransformer3DModel.from_config(config, image_dim=8, added_kv_proj_dim=32)
+    linears = {path: each for path, each in transformer.named_modules() if isinstance(each, nn.Linear)}
+    pairs = {
+        path: (torch.randn(RANK, each.in_features), torch.randn(each.out_features, RANK))
+        for path, each in linears.items()
+    }
+    file = write_comfyui(Adapters(pairs, RANK, [*pairs]), tmp_path / "lora.safetensors", WAN_LAYERS, transformer)
+    assert read_lora(file, WanPipeline, {}).keys() == pairs.keys()
+    torch.testing.assert_close(read_lora(file, WanPipeline, {}), pairs)
+
+
+def test_what_diffusers_cannot_convert_is_refused_in_one_line(tmp_path: Path) -> None:
+    save_file(pairs_of("lora_unet_img_emb_proj_1"), tmp_path / "lora.safetensors")
+    with pytest.raises(ConfigError, match="not a LoRA of WanPipeline"):
+        read_lora(tmp_path / "lora.safetensors", WanPipeline, {})
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,9 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # endings of published names
 # Of kohya's names, in which all other dots are underscores.
 KOHYA_PREFIX, KOHYA_ENDS = "lora_unet_", (".lora_down.weight", ".lora_up.weight")
 
+# The layer of diffusers with the scale before the shift, where original code has the shift before the scale.
+SWAPPED = "norm_out.linear"
+
 LoraPair = tuple[Tensor, Tensor]
 """A (rank x inputs) and B (outputs x rank) of one layer."""
 
@@ -181,18 +184,24 @@ def _joined(pairs: Mapping[str, LoraPair], layers: ComfyuiLayers, transformer: n
         name, parts = found
         if path in left:
             own = [left.pop(part, None) for part in parts]
-            joined[name] = _join(own, [linears[part].out_features for part in parts])
+            down, up = _join(own, [linears[part].out_features for part in parts])
+            joined[name] = down, halves_swapped(up) if path == SWAPPED else up
     return joined
 
 
 def comfyui_layer(path: str, layers: ComfyuiLayers) -> tuple[str, list[str]] | None:
     """The layer of ComfyUI that contains this one, and all layers that it consists of."""
     block = next(iter(re.findall(r"\.(\d+)\.", path)), "")
-    pattern = path.replace(f".{block}.", ".*.", 1) if block else path
+    of_block = path.replace(f".{block}.", ".*.", 1)
     for name, parts in layers.items():
-        if pattern in parts:
+        if path in parts or of_block in parts:  # layers outside of blocks may have a number too
             return name.replace("*", block), [part.replace("*", block) for part in parts]
     return None
+
+
+def halves_swapped(up: Tensor) -> Tensor:
+    """B of the layer `SWAPPED` in the other order."""
+    return torch.cat(up.chunk(2)[::-1])
 
 
 def _join(parts: list[LoraPair | None], outputs: list[int]) -> LoraPair:

@@ -24,11 +24,13 @@ from digenrl.models.adapters.lora_files import (
     PEFT_CONFIG,
     PEFT_FILE,
     PEFT_PREFIX,
+    SWAPPED,
     UP,
     LoraPair,
     adapted_component,
     adapter_config,
     comfyui_layer,
+    halves_swapped,
     lora_loader,
 )
 from digenrl.models.contract import DiffusionModel
@@ -96,11 +98,11 @@ def _with_rank(pair: LoraPair, rank: int) -> LoraPair:
 
 
 OriginalLayers = Mapping[str, Mapping[str, int]]
-"""Layers of a model's original code by name, with the outputs of the layers of diffusers that they consist of."""
+"""Layers of a model by the name in a file, with the outputs of the layers of diffusers that they consist of."""
 
 
 def original_layers(model_class: type[DiffusionModel], transformer: nn.Module) -> OriginalLayers:
-    """The names that a LoRA file may have for the layers of a model; none if diffusers knows all of them.
+    """The names that a LoRA file may have for the layers of a model: those of the original code, and of diffusers.
 
     The transformer is the model's, with or without adapters; its weights are not read.
     """
@@ -111,7 +113,7 @@ def original_layers(model_class: type[DiffusionModel], transformer: nn.Module) -
         if isinstance(module, nn.Linear) and ".lora_" not in path
     }
     found = {}
-    for path in linears if layers else ():
+    for path in linears:
         name, parts = comfyui_layer(path, layers) or (path, [path])
         found[name] = {part: linears[part] for part in parts}
         found[path] = {path: linears[path]}
@@ -152,6 +154,8 @@ def _pairs_by_original_name(
                 low, high = left.pop(down), left.pop(up)
                 if len(high) != sum(parts.values()):
                     raise _wrong(source, f"{up} has {len(high)} rows, expected {sum(parts.values())}")
+                if SWAPPED in parts and name != SWAPPED:
+                    high = halves_swapped(high)
                 rows = torch.split(high, list(parts.values()))
                 pairs |= {part: (low, own * scale) for part, own in zip(parts, rows, strict=True)}
     return {} if left else pairs
@@ -168,7 +172,7 @@ def _converted(source: Path, tensors: Mapping[str, Tensor], pipeline_class: type
             named = convert_unet_state_dict_to_peft(named)
     except KeyError as error:
         raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}: the tensor {error} is missing") from None
-    except (ValueError, RuntimeError, NotImplementedError) as error:
+    except (ValueError, RuntimeError, NotImplementedError, IndexError, AssertionError) as error:
         raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}: {one_line(error)}") from None
     of_text = [name for name in named if name.startswith("text_encoder")]
     if of_text:

@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Text
-from digenrl.models.families.parts.comfyui_layers import HUNYUAN_VIDEO_LAYERS
+from digenrl.models.families.parts.comfyui_layers import HUNYUAN_VIDEO_1_5_LAYERS
 from digenrl.models.families.parts.helpers import text_like
 from digenrl.models.families.parts.hunyuan import HunyuanModel
 from digenrl.models.families.parts.hunyuan_attention import VideoThenText, video_forward
@@ -40,7 +40,7 @@ class HunyuanVideo15Model(TwoBranchModel, HunyuanModel):
     """
 
     family = "hunyuan_video_1_5"
-    comfyui_layers = HUNYUAN_VIDEO_LAYERS
+    comfyui_layers = HUNYUAN_VIDEO_1_5_LAYERS
     patch = 1
     text_length = TEXT_LENGTH
     unused_by_encoders = ()  # the pipeline's constructor reads the configuration of the VAE

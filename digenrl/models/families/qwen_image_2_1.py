@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule, Text
+from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
 from digenrl.models.families.parts.helpers import (
     latent_height_width,
     pixels_of_videos,
@@ -48,6 +49,7 @@ class QwenImage21Model(TwoBranchModel):
 
     family = "qwen_image_2_1"
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    comfyui_layers = DIFFUSERS_NAMES
     default_guidance = 1.0  # it is meant to be sampled without
     guidance_argument = "true_cfg_scale"
     block_state_arguments = ("hidden_states",)

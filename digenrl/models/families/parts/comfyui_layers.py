@@ -15,12 +15,18 @@ def _qkv(attention: str, names: tuple[str, str, str] = ("to_q", "to_k", "to_v"))
     return tuple(f"{attention}.{name}" for name in names)
 
 
+def _embedder(theirs: str, ours: str) -> dict[str, tuple[str, ...]]:
+    """An embedder of two layers."""
+    return {f"{theirs}.in_layer": (f"{ours}.linear_1",), f"{theirs}.out_layer": (f"{ours}.linear_2",)}
+
+
+_FINAL_LAYERS = {"final_layer.linear": ("proj_out",), "final_layer.adaLN_modulation.1": ("norm_out.linear",)}
 _ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
 _DOUBLE, _SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
 _REFINED = "txt_in.individual_token_refiner.blocks.*"
 
-HUNYUAN_VIDEO_LAYERS: ComfyuiLayers = {
+_HUNYUAN_VIDEOS_LAYERS = {
     "double_blocks.*.img_attn_qkv": _qkv(f"{_DOUBLE}.attn"),
     "double_blocks.*.img_attn_proj": (f"{_DOUBLE}.attn.to_out.0",),
     "double_blocks.*.img_mod.linear": (f"{_DOUBLE}.norm1.linear",),
@@ -40,9 +46,24 @@ HUNYUAN_VIDEO_LAYERS: ComfyuiLayers = {
     f"{_REFINED}.mlp.fc2": (f"{_REFINER}.ff.net.2",),
     f"{_REFINED}.adaLN_modulation.1": (f"{_REFINER}.norm_out.linear",),
     "txt_in.input_embedder": ("context_embedder.proj_in",),
+    **_embedder("txt_in.t_embedder", "context_embedder.time_text_embed.timestep_embedder"),
+    **_embedder("txt_in.c_embedder", "context_embedder.time_text_embed.text_embedder"),
+    **_FINAL_LAYERS,
+}
+HUNYUAN_VIDEO_LAYERS: ComfyuiLayers = {
+    **_HUNYUAN_VIDEOS_LAYERS,
+    **_embedder("time_in", "time_text_embed.timestep_embedder"),
+    **_embedder("guidance_in", "time_text_embed.guidance_embedder"),
+    **_embedder("vector_in", "time_text_embed.text_embedder"),
+}
+HUNYUAN_VIDEO_1_5_LAYERS: ComfyuiLayers = {
+    **_HUNYUAN_VIDEOS_LAYERS,
+    **_embedder("time_in", "time_embed.timestep_embedder"),
+    **{f"byt5_in.fc{number}": (f"context_embedder_2.linear_{number}",) for number in (1, 2, 3)},
+    "vision_in.proj.1": ("image_embedder.linear_1",),
+    "vision_in.proj.3": ("image_embedder.linear_2",),
 }
 
-# Without norm_out.linear, whose halves are in another order in the original.
 FLUX_2_LAYERS: ComfyuiLayers = {
     "double_blocks.*.img_attn.qkv": _qkv(f"{_DOUBLE}.attn"),
     "double_blocks.*.img_attn.proj": (f"{_DOUBLE}.attn.to_out.0",),
@@ -60,12 +81,9 @@ FLUX_2_LAYERS: ComfyuiLayers = {
     },
     "img_in": ("x_embedder",),
     "txt_in": ("context_embedder",),
-    **{
-        f"{theirs}_in.{layer}": (f"time_guidance_embed.{ours}_embedder.{name}",)
-        for theirs, ours in (("time", "timestep"), ("guidance", "guidance"))
-        for layer, name in (("in_layer", "linear_1"), ("out_layer", "linear_2"))
-    },
-    "final_layer.linear": ("proj_out",),
+    **_embedder("time_in", "time_guidance_embed.timestep_embedder"),
+    **_embedder("guidance_in", "time_guidance_embed.guidance_embedder"),
+    **_FINAL_LAYERS,
 }
 
 # ComfyUI also knows the names of diffusers, in which LoRAs are written.
@@ -80,11 +98,29 @@ _LTX_2_IN_BLOCKS = [
     *(f"{attention}.{name}" for attention in _LTX_2_ATTENTIONS for name in ("to_q", "to_k", "to_v", "to_out.0")),
     *(f"{feed_forward}.{name}" for feed_forward in ("ff", "audio_ff") for name in ("net.0.proj", "net.2")),
 ]
+_LTX_2_MODULATIONS = {
+    "adaln_single": "time_embed",
+    "audio_adaln_single": "audio_time_embed",
+    "av_ca_video_scale_shift_adaln_single": "av_cross_attn_video_scale_shift",
+    "av_ca_audio_scale_shift_adaln_single": "av_cross_attn_audio_scale_shift",
+    "av_ca_a2v_gate_adaln_single": "av_cross_attn_video_a2v_gate",
+    "av_ca_v2a_gate_adaln_single": "av_cross_attn_audio_v2a_gate",
+}
 # The layers of blocks have the names of diffusers, but ComfyUI knows them only as those of its own model.
 LTX_2_LAYERS: ComfyuiLayers = {
     "patchify_proj": ("proj_in",),
     "audio_patchify_proj": ("audio_proj_in",),
     **{layer: (layer,) for layer in ("proj_out", "audio_proj_out")},
+    **{
+        f"{track}caption_projection.{layer}": (f"{track}caption_projection.{layer}",)
+        for track in ("", "audio_")
+        for layer in ("linear_1", "linear_2")
+    },
+    **{
+        f"{theirs}.{layer}": (f"{ours}.{layer}",)
+        for theirs, ours in _LTX_2_MODULATIONS.items()
+        for layer in ("linear", "emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2")
+    },
     **{f"{_DOUBLE}.{layer}": (f"{_DOUBLE}.{layer}",) for layer in _LTX_2_IN_BLOCKS},
 }
 

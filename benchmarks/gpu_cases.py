@@ -55,7 +55,7 @@ class Loaded:
 
 def tiny_case(family: str) -> Case:
     size = tiny_size(family)
-    return Case(size.height, size.width, size.frames, group=4, slices=(1, 2), denoising_steps=4, trained_steps=2)
+    return Case(size.height, size.width, size.frames, group=4, slices=(2,), denoising_steps=4, trained_steps=2)
 
 
 def case_of(family: str, tiny: bool) -> Case:

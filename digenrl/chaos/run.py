@@ -231,9 +231,10 @@ class _WorldRun:
         self._injector.detach()
         transport.expect_progress(1 << 62)
         until_ns = self._clock.now_ns + DRAIN_NS
-        while self._clock.now_ns < until_ns:
+        unanswered = self._injector.struck["lost"] + self._injector.struck["stall"] > 0
+        while self._clock.now_ns < until_ns and (unanswered or not transport.idle):
             driver.receive()
-        if self._injector.struck["lost"] + self._injector.struck["stall"]:
+        if unanswered:
             return  # the driver may still wait for a job that wrote something
         names = transport.exchange.names()
         left = [name for name in names if name.startswith(("slice-", "gradients-", "update-"))]

@@ -93,6 +93,12 @@ class VirtualTransport:
         """Raises StuckError if this is not called again within this time."""
         self.since_ns, self.give_up_ns = self._clock.now_ns, self._clock.now_ns + within_ns
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing happens any more unless the driver sends something."""
+        busy = any(slot.busy or slot.queue for slot in self.slots.values())
+        return not (busy or self._due or self._inbox)
+
     # --- Transport ----------------------------------------------------------------------------------------------
 
     def start(self, assignment: Assignment) -> None:

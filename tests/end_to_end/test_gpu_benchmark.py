@@ -36,7 +36,7 @@ def test_every_part_is_measured_and_a_profile_is_written(
     assert set(measured["eager_pair_s"]) == {"1 checkpointed", "4 checkpointed", "4"}
     assert min(measured["eager_pair_s"].values()) > 0
     assert measured["forward_flop"] > 2 * measured["parameters"]
-    assert set(measured["forward_s"]) == {"1", "2"} and min(measured["forward_s"].values()) > 0
+    assert set(measured["forward_s"]) == {"2"} and min(measured["forward_s"].values()) > 0
     assert measured["largest_log_ratio"] == 0 and measured["log_prob_mismatch"] < 1e-5
     assert measured["parts"]["train"] > 0 and measured["predicted_parts"]["training"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["here_sd3.yaml"]

@@ -15,6 +15,7 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
+from original_names import original_state
 from safetensors.torch import save_file
 from tiny_pipelines import shared_tiny_model
 from torch import Tensor, nn
@@ -79,6 +80,29 @@ def test_comfyuis_names_for_wan_are_those_that_diffusers_converts(tmp_path: Path
     file = write_comfyui(Adapters(pairs, RANK, [*pairs]), tmp_path / "lora.safetensors", WAN_LAYERS, transformer)
     assert read_lora(file, WanPipeline, {}).keys() == pairs.keys()
     torch.testing.assert_close(read_lora(file, WanPipeline, {}), pairs)
+
+
+@pytest.mark.parametrize(
+    ("prefix", "separator"), [("diffusion_model.", "."), ("lora_unet_", "_")], ids=["comfyui", "kohya"]
+)
+def test_the_original_names_of_flux_are_those_of_its_single_file(
+    prefix: str, separator: str, tmp_path: Path
+) -> None:
+    """All linear layers, also those that are joined, or have their halves in another order."""
+    model, file = shared_tiny_model("flux"), tmp_path / "lora.safetensors"
+    linears = {path: each for path, each in model.transformer.named_modules() if isinstance(each, nn.Linear)}
+    weights = original_state("flux", {f"{path}.weight": each.weight for path, each in linears.items()})
+    tensors, updates = {}, {}
+    for name, weight in weights.items():
+        layer = prefix + name.removesuffix(".weight").replace(".", separator)
+        down, up = torch.randn(RANK, weight.shape[1]), torch.randn(weight.shape[0], RANK)
+        tensors |= {layer + KOHYA[0]: down, layer + KOHYA[1]: up}
+        updates[name] = up @ down
+    save_file(tensors, file)
+    read = read_lora(file, FluxPipeline, original_layers(type(model), model.transformer))
+    assert read.keys() == linears.keys()
+    got = original_state("flux", {f"{path}.weight": up @ down for path, (down, up) in read.items()})
+    torch.testing.assert_close(got, updates)
 
 
 def test_what_diffusers_cannot_convert_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import Conditioning, SampleSize, Schedule, Text
-from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
+from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES, FLUX_FUSED_LAYERS
 from digenrl.models.families.parts.flux_attention import FluxAttention
 from digenrl.models.families.parts.helpers import JOINT_ATTENTION, refuse_negatives, shift_from_tokens, text_like
 from digenrl.models.families.parts.image_vae import ImageVaeModel, image_vae
@@ -30,6 +30,7 @@ class FluxModel(ImageVaeModel):
     family = "flux"
     lora_targets = JOINT_ATTENTION
     comfyui_layers = DIFFUSERS_NAMES
+    fused_layers = FLUX_FUSED_LAYERS
     default_guidance = 3.5
     text_encoders = ("text_encoder", "text_encoder_2")
     text_length = TEXT_LENGTH

@@ -64,13 +64,35 @@ HUNYUAN_VIDEO_1_5_LAYERS: ComfyuiLayers = {
     "vision_in.proj.3": ("image_embedder.linear_2",),
 }
 
-FLUX_2_LAYERS: ComfyuiLayers = {
+_FLUX_LAYERS = {
     "double_blocks.*.img_attn.qkv": _qkv(f"{_DOUBLE}.attn"),
     "double_blocks.*.img_attn.proj": (f"{_DOUBLE}.attn.to_out.0",),
-    "double_blocks.*.img_mlp.0": (f"{_DOUBLE}.ff.linear_in",),
-    "double_blocks.*.img_mlp.2": (f"{_DOUBLE}.ff.linear_out",),
     "double_blocks.*.txt_attn.qkv": _qkv(f"{_DOUBLE}.attn", _ADDED),
     "double_blocks.*.txt_attn.proj": (f"{_DOUBLE}.attn.to_add_out",),
+    "img_in": ("x_embedder",),
+    "txt_in": ("context_embedder",),
+    **_FINAL_LAYERS,
+}
+# ComfyUI also knows the names of diffusers, in which LoRAs are written.
+FLUX_FUSED_LAYERS: ComfyuiLayers = {
+    **_FLUX_LAYERS,
+    "double_blocks.*.img_mod.lin": (f"{_DOUBLE}.norm1.linear",),
+    "double_blocks.*.img_mlp.0": (f"{_DOUBLE}.ff.net.0.proj",),
+    "double_blocks.*.img_mlp.2": (f"{_DOUBLE}.ff.net.2",),
+    "double_blocks.*.txt_mod.lin": (f"{_DOUBLE}.norm1_context.linear",),
+    "double_blocks.*.txt_mlp.0": (f"{_DOUBLE}.ff_context.net.0.proj",),
+    "double_blocks.*.txt_mlp.2": (f"{_DOUBLE}.ff_context.net.2",),
+    "single_blocks.*.linear1": (*_qkv(f"{_SINGLE}.attn"), f"{_SINGLE}.proj_mlp"),
+    "single_blocks.*.linear2": (f"{_SINGLE}.proj_out",),
+    "single_blocks.*.modulation.lin": (f"{_SINGLE}.norm.linear",),
+    **_embedder("time_in", "time_text_embed.timestep_embedder"),
+    **_embedder("guidance_in", "time_text_embed.guidance_embedder"),
+    **_embedder("vector_in", "time_text_embed.text_embedder"),
+}
+FLUX_2_LAYERS: ComfyuiLayers = {
+    **_FLUX_LAYERS,
+    "double_blocks.*.img_mlp.0": (f"{_DOUBLE}.ff.linear_in",),
+    "double_blocks.*.img_mlp.2": (f"{_DOUBLE}.ff.linear_out",),
     "double_blocks.*.txt_mlp.0": (f"{_DOUBLE}.ff_context.linear_in",),
     "double_blocks.*.txt_mlp.2": (f"{_DOUBLE}.ff_context.linear_out",),
     "single_blocks.*.linear1": (f"{_SINGLE}.attn.to_qkv_mlp_proj",),
@@ -79,18 +101,18 @@ FLUX_2_LAYERS: ComfyuiLayers = {
         f"{name}.lin": (f"{name}.linear",)
         for name in ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
     },
-    "img_in": ("x_embedder",),
-    "txt_in": ("context_embedder",),
     **_embedder("time_in", "time_guidance_embed.timestep_embedder"),
     **_embedder("guidance_in", "time_guidance_embed.guidance_embedder"),
-    **_FINAL_LAYERS,
 }
 
-# ComfyUI also knows the names of diffusers, in which LoRAs are written.
 Z_IMAGE_FUSED_LAYERS: ComfyuiLayers = {
-    f"{blocks}.*.attention.{theirs}": tuple(f"{blocks}.*.attention.{name}" for name in ours)
-    for blocks in ("layers", "noise_refiner", "context_refiner")
-    for theirs, ours in (("qkv", ("to_q", "to_k", "to_v")), ("out", ("to_out.0",)))
+    "x_embedder": ("all_x_embedder.2-1",),
+    **{f"final_layer.{layer}": (f"all_final_layer.2-1.{layer}",) for layer in ("linear", "adaLN_modulation.1")},
+    **{
+        f"{blocks}.*.attention.{theirs}": tuple(f"{blocks}.*.attention.{name}" for name in ours)
+        for blocks in ("layers", "noise_refiner", "context_refiner")
+        for theirs, ours in (("qkv", ("to_q", "to_k", "to_v")), ("out", ("to_out.0",)))
+    },
 }
 
 _LTX_2_ATTENTIONS = ["attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn"]

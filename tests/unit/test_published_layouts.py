@@ -25,7 +25,7 @@ from digenrl.models.loading.tokenizers import PROBE, faithful_tokenizer
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import FAMILIES
 from digenrl.run_folder.folder import Status
-from digenrl.run_folder.lines import read_lines
+from digenrl.run_folder.lines import located_lines
 
 PROMPT = "A cat walks on the grass"
 TEXTS = (PROMPT, PROBE, "", "a sign that says “HELLO  World”\n\n\tand  more", "naïve 東京 🙂")
@@ -145,8 +145,8 @@ def train(family: str, directory: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
     console, run = Console(file=io.StringIO()), tmp_path / "run"
     assert start_run(str(tmp_path / "recipe.json"), (), run, console, True) is Status.FINISHED
-    (step,) = read_lines(run / "metrics.jsonl")
-    assert step["gradient_norm"] > 0
+    (step,) = located_lines(run / "metrics.jsonl")
+    assert step.content["gradient_norm"] > 0
     assert (run / "lora" / "pytorch_lora_weights.safetensors").is_file()
 
 
@@ -254,7 +254,7 @@ def test_sd3_without_t5_computes_as_diffusers_trains_and_resumes(tmp_path: Path)
     with torch.enable_grad():
         train("sd3", tmp_path / "model", tmp_path)
         assert resume_run(tmp_path / "run", ("steps=2",), Console(file=io.StringIO()), True) is Status.FINISHED
-    assert [step["step"] for step in read_lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
+    assert [step.content["step"] for step in located_lines(tmp_path / "run" / "metrics.jsonl")] == [0, 1]
 
 
 def test_wans_prompts_are_repaired_before_they_are_tokenized(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from digenrl.records import (
 from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines
 from digenrl.run_folder.grids import GAP, HeldOutScore, write_grid
 from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
-from digenrl.run_folder.lines import read_lines
+from digenrl.run_folder.lines import located_lines
 from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut
@@ -424,7 +424,7 @@ def test_evaluations_of_versions_that_are_kept_are_kept_wherever_they_stand(tmp_
     for step in (10, 20, 30):
         lines.evaluations.append({"step": step})
     lines.truncate(kept_positions(folder, RunPosition(20, 0, 0, positions)))
-    assert [line["step"] for line in read_lines(folder.evaluations)] == [0, 10, 20]
+    assert [line.content["step"] for line in located_lines(folder.evaluations)] == [0, 10, 20]
     folder.evaluations.write_bytes(b'{"step":0}\n{"step"')
     assert kept_positions(folder, RunPosition(20, 0, 0, positions)) == positions
     folder.evaluations.write_bytes(b'{"step":0}\nrubbish\n')

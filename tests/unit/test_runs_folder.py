@@ -17,7 +17,7 @@ from rich.console import Console
 from digenrl.commands.train import start_run
 from digenrl.config.reading import ConfigError
 from digenrl.run_folder.folder import FORMAT, LaneEntry, RunFolder, RunLines, Status, numbered_path
-from digenrl.run_folder.lines import read_lines
+from digenrl.run_folder.lines import located_lines
 from digenrl.run_folder.log_files import KEPT_PARTS, rotate_logs
 
 STARTED = datetime(2025, 3, 1, 12, 30, tzinfo=UTC)
@@ -189,7 +189,7 @@ def test_all_line_files_are_truncated_to_the_checkpoint(tmp_path: Path) -> None:
     again.truncate(checkpoint)
     again.close()
     for path in (folder.journal, folder.spans, folder.metrics, folder.evaluations):
-        assert list(read_lines(path)) == [{"before": path.name}]
+        assert [line.content for line in located_lines(path)] == [{"before": path.name}]
 
 
 def test_clearing_empties_all_line_files(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.nn.functional import interpolate, pad
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, CLIPModel
 
 from digenrl.config.reading import ConfigError
@@ -35,18 +37,23 @@ class LetterboxedImages(ClipImages):
 
     def of_images(self, images: Sequence[Image.Image]) -> Tensor:
         side = self._processor.crop_size["height"]
-        return super().of_images([letterboxed(image, side) for image in images])
+        square_NCHW = torch.stack([letterboxed(image, side) for image in images])
+        colours = (self._processor.image_mean, self._processor.image_std)
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in colours)
+        return (square_NCHW - mean) / std
 
 
-def letterboxed(image: Image.Image, side: int) -> Image.Image:
-    """The whole image in the middle of a black square, as open_clip's `ResizeMaxSize` places it."""
+def letterboxed(image: Image.Image, side: int) -> Tensor:
+    """The whole image in the middle of a black square, (3, side, side), as HPSv2's `ResizeMaxSize` places it.
+
+    It resizes real numbers: at edges, values are a little below 0 and above 1.
+    """
+    pixels_1CHW = torch.from_numpy(numpy.array(image)).permute(2, 0, 1)[None].float() / 255
     scale = side / max(image.size)
     width, height = (round(length * scale) for length in image.size)
-    square = Image.new("RGB", (side, side))
-    square.paste(
-        image.resize((width, height), Image.Resampling.BICUBIC), ((side - width) // 2, (side - height) // 2)
-    )
-    return square
+    left, top = (side - width) // 2, (side - height) // 2
+    whole_1CHW = interpolate(pixels_1CHW, (height, width), mode="bicubic", align_corners=False, antialias=True)
+    return pad(whole_1CHW, (left, side - width - left, top, side - height - top))[0]
 
 
 class ClipPairReward(FrameReward):

@@ -85,13 +85,14 @@ def test_comfyuis_names_for_wan_are_those_that_diffusers_converts(tmp_path: Path
 @pytest.mark.parametrize(
     ("prefix", "separator"), [("diffusion_model.", "."), ("lora_unet_", "_")], ids=["comfyui", "kohya"]
 )
-def test_the_original_names_of_flux_are_those_of_its_single_file(
-    prefix: str, separator: str, tmp_path: Path
+@pytest.mark.parametrize("family", ["flux", "sd3"])
+def test_original_names_are_those_of_single_files(
+    family: str, prefix: str, separator: str, tmp_path: Path
 ) -> None:
     """All linear layers, also those that are joined, or have their halves in another order."""
-    model, file = shared_tiny_model("flux"), tmp_path / "lora.safetensors"
+    model, file = shared_tiny_model(family), tmp_path / "lora.safetensors"
     linears = {path: each for path, each in model.transformer.named_modules() if isinstance(each, nn.Linear)}
-    weights = original_state("flux", {f"{path}.weight": each.weight for path, each in linears.items()})
+    weights = original_state(family, {f"{path}.weight": each.weight for path, each in linears.items()})
     tensors, updates = {}, {}
     for name, weight in weights.items():
         layer = prefix + name.removesuffix(".weight").replace(".", separator)
@@ -99,9 +100,9 @@ def test_the_original_names_of_flux_are_those_of_its_single_file(
         tensors |= {layer + KOHYA[0]: down, layer + KOHYA[1]: up}
         updates[name] = up @ down
     save_file(tensors, file)
-    read = read_lora(file, FluxPipeline, original_layers(type(model), model.transformer))
+    read = read_lora(file, type(model.pipeline), original_layers(type(model), model.transformer))
     assert read.keys() == linears.keys()
-    got = original_state("flux", {f"{path}.weight": up @ down for path, (down, up) in read.items()})
+    got = original_state(family, {f"{path}.weight": up @ down for path, (down, up) in read.items()})
     torch.testing.assert_close(got, updates)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from diffusers.loaders import CogVideoXLoraLoaderMixin
+from diffusers.models.normalization import AdaLayerNormContinuous
 from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -32,9 +33,6 @@ PEFT_PREFIX = "base_model.model."
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # endings of published names
 # Of kohya's names, in which all other dots are underscores.
 KOHYA_PREFIX, KOHYA_ENDS = "lora_unet_", (".lora_down.weight", ".lora_up.weight")
-
-# The layer of diffusers with the scale before the shift, where original code has the shift before the scale.
-SWAPPED = "norm_out.linear"
 
 LoraPair = tuple[Tensor, Tensor]
 """A (rank x inputs) and B (outputs x rank) of one layer."""
@@ -185,7 +183,7 @@ def _joined(pairs: Mapping[str, LoraPair], layers: ComfyuiLayers, transformer: n
         if path in left:
             own = [left.pop(part, None) for part in parts]
             down, up = _join(own, [linears[part].out_features for part in parts])
-            joined[name] = down, halves_swapped(up) if path == SWAPPED else up
+            joined[name] = down, swapped(up) if swaps_halves(transformer, path, name) else up
     return joined
 
 
@@ -199,8 +197,13 @@ def comfyui_layer(path: str, layers: ComfyuiLayers) -> tuple[str, list[str]] | N
     return None
 
 
-def halves_swapped(up: Tensor) -> Tensor:
-    """B of the layer `SWAPPED` in the other order."""
+def swaps_halves(transformer: nn.Module, path: str, name: str) -> bool:
+    """Whether a layer's scale and shift are in the other order under ComfyUI's name: there, the shift is first."""
+    return name != path and isinstance(transformer.get_submodule(path.rpartition(".")[0]), AdaLayerNormContinuous)
+
+
+def swapped(up: Tensor) -> Tensor:
+    """B with its halves in the other order."""
     return torch.cat(up.chunk(2)[::-1])
 
 

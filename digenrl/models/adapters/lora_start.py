@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from math import sqrt
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from diffusers.utils import convert_unet_state_dict_to_peft
@@ -24,14 +24,14 @@ from digenrl.models.adapters.lora_files import (
     PEFT_CONFIG,
     PEFT_FILE,
     PEFT_PREFIX,
-    SWAPPED,
     UP,
     LoraPair,
     adapted_component,
     adapter_config,
     comfyui_layer,
-    halves_swapped,
     lora_loader,
+    swapped,
+    swaps_halves,
 )
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.model_weights import load_weights
@@ -97,8 +97,15 @@ def _with_rank(pair: LoraPair, rank: int) -> LoraPair:
     return down[kept], up[:, kept]
 
 
-OriginalLayers = Mapping[str, Mapping[str, int]]
-"""Layers of a model by the name in a file, with the outputs of the layers of diffusers that they consist of."""
+class OriginalLayer(NamedTuple):
+    """What a layer in a file consists of: the outputs of layers of diffusers, by path."""
+
+    outputs: Mapping[str, int]
+    swaps_halves: bool = False
+
+
+OriginalLayers = Mapping[str, OriginalLayer]
+"""Layers of a model by the name in a file."""
 
 
 def original_layers(model_class: type[DiffusionModel], transformer: nn.Module) -> OriginalLayers:
@@ -115,8 +122,9 @@ def original_layers(model_class: type[DiffusionModel], transformer: nn.Module) -
     found = {}
     for path in linears:
         name, parts = comfyui_layer(path, layers) or (path, [path])
-        found[name] = {part: linears[part] for part in parts}
-        found[path] = {path: linears[path]}
+        outputs = {part: linears[part] for part in parts}
+        found[name] = OriginalLayer(outputs, swaps_halves(transformer, path, name))
+        found[path] = OriginalLayer({path: linears[path]})
     return found
 
 
@@ -147,17 +155,15 @@ def _pairs_by_original_name(
 ) -> dict[str, LoraPair]:
     """The pairs of a file in which every layer has one of the original names; else none."""
     left, pairs = dict(tensors), dict[str, LoraPair]()
-    for name, parts in original.items():
+    for name, (outputs, swaps) in original.items():
         spellings = (*(prefix + name for prefix in ORIGINAL_PREFIXES), KOHYA_PREFIX + name.replace(".", "_"))
         for down, up in ((each + a, each + b) for each in spellings for a, b in SIDES):
             if down in left and up in left:
                 low, high = left.pop(down), left.pop(up)
-                if len(high) != sum(parts.values()):
-                    raise _wrong(source, f"{up} has {len(high)} rows, expected {sum(parts.values())}")
-                if SWAPPED in parts and name != SWAPPED:
-                    high = halves_swapped(high)
-                rows = torch.split(high, list(parts.values()))
-                pairs |= {part: (low, own * scale) for part, own in zip(parts, rows, strict=True)}
+                if len(high) != sum(outputs.values()):
+                    raise _wrong(source, f"{up} has {len(high)} rows, expected {sum(outputs.values())}")
+                rows = torch.split(swapped(high) if swaps else high, list(outputs.values()))
+                pairs |= {part: (low, own * scale) for part, own in zip(outputs, rows, strict=True)}
     return {} if left else pairs
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from digenrl.models.contract import Conditioning, SampleSize, Schedule, Text
-from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES
+from digenrl.models.families.parts.comfyui_layers import DIFFUSERS_NAMES, SD3_FUSED_LAYERS
 from digenrl.models.families.parts.helpers import JOINT_ATTENTION, guided_velocity, shift_from_tokens
 from digenrl.models.families.parts.image_vae import ImageVaeModel, image_vae
 from digenrl.models.family import Component, Distilled, Family, FullSize
@@ -30,6 +30,7 @@ class SD3Model(ImageVaeModel):
     family = "sd3"
     lora_targets = JOINT_ATTENTION
     comfyui_layers = DIFFUSERS_NAMES
+    fused_layers = SD3_FUSED_LAYERS
     default_guidance = 4.5
     text_encoders = ("text_encoder", "text_encoder_2", "text_encoder_3")
     optional_components = ("text_encoder_3", "tokenizer_3")

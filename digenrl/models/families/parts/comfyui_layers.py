@@ -11,7 +11,10 @@ from digenrl.models.contract import ComfyuiLayers
 DIFFUSERS_NAMES: ComfyuiLayers = {}
 
 
-def _qkv(attention: str, names: tuple[str, str, str] = ("to_q", "to_k", "to_v")) -> tuple[str, ...]:
+_OWN, _ADDED = ("to_q", "to_k", "to_v"), ("add_q_proj", "add_k_proj", "add_v_proj")
+
+
+def _qkv(attention: str, names: tuple[str, str, str] = _OWN) -> tuple[str, ...]:
     return tuple(f"{attention}.{name}" for name in names)
 
 
@@ -21,8 +24,8 @@ def _embedder(theirs: str, ours: str) -> dict[str, tuple[str, ...]]:
 
 
 _FINAL_LAYERS = {"final_layer.linear": ("proj_out",), "final_layer.adaLN_modulation.1": ("norm_out.linear",)}
-_ADDED = ("add_q_proj", "add_k_proj", "add_v_proj")
 _DOUBLE, _SINGLE = "transformer_blocks.*", "single_transformer_blocks.*"
+_JOINT = "joint_blocks.*"
 _REFINER = "context_embedder.token_refiner.refiner_blocks.*"
 _REFINED = "txt_in.individual_token_refiner.blocks.*"
 
@@ -74,6 +77,35 @@ _FLUX_LAYERS = {
     **_FINAL_LAYERS,
 }
 # ComfyUI also knows the names of diffusers, in which LoRAs are written.
+SD3_FUSED_LAYERS: ComfyuiLayers = {
+    **{
+        f"{_JOINT}.{theirs}.{layer}": parts
+        for theirs, attention, names, output in (
+            ("x_block.attn", "attn", _OWN, "to_out.0"),
+            ("x_block.attn2", "attn2", _OWN, "to_out.0"),
+            ("context_block.attn", "attn", _ADDED, "to_add_out"),
+        )
+        for layer, parts in (
+            ("qkv", _qkv(f"{_DOUBLE}.{attention}", names)),
+            ("proj", (f"{_DOUBLE}.{attention}.{output}",)),
+        )
+    },
+    **{
+        f"{_JOINT}.{theirs}_block.{layer}": (f"{_DOUBLE}.{part}",)
+        for theirs, suffix in (("x", ""), ("context", "_context"))
+        for layer, part in (
+            ("adaLN_modulation.1", f"norm1{suffix}.linear"),
+            ("mlp.fc1", f"ff{suffix}.net.0.proj"),
+            ("mlp.fc2", f"ff{suffix}.net.2"),
+        )
+    },
+    **{
+        f"{theirs}_embedder.mlp.{layer}": (f"time_text_embed.{ours}_embedder.{part}",)
+        for theirs, ours in (("t", "timestep"), ("y", "text"))
+        for layer, part in (("0", "linear_1"), ("2", "linear_2"))
+    },
+    **_FINAL_LAYERS,
+}
 FLUX_FUSED_LAYERS: ComfyuiLayers = {
     **_FLUX_LAYERS,
     "double_blocks.*.img_mod.lin": (f"{_DOUBLE}.norm1.linear",),

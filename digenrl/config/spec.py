@@ -6,7 +6,6 @@ Times are seconds, kept as the exact decimals that were written.
 from __future__ import annotations
 
 from decimal import Decimal
-from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -217,18 +216,6 @@ class Spec(Frozen):
         """Whether lanes both generate and train, each on its own."""
         rules = self.policy
         return rules.assist == "both" and rules.help != "none" and not rules.colocated
-
-    @property
-    def colocated_sample_seconds(self) -> Fraction:
-        """The time to train a sample on all cards together, with equal shares: the slowest sets the pace.
-
-        A generator without a time of its own trains like a card of the trainer.
-        """
-        assert self.trainer.helper is not None, "the trainer's cards also generate"
-        helpers = self.trainer.helper.lanes
-        alone = Fraction(self.trainer.seconds_per_sample) * helpers
-        slowest = max(alone, *(Fraction(pool.train_seconds or 0) for pool in self.generators))
-        return slowest / (helpers + sum(pool.count for pool in self.generators))
 
     def slice_sizes(self) -> tuple[int, ...]:
         """Every slice size that cuts a group into equal slices, in ascending order."""

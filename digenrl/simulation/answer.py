@@ -36,14 +36,16 @@ def bound_seconds(spec: Spec) -> float:
     generator_rate = sum(
         (pool.count * best_rate(pool.seconds, sizes) for pool in spec.generators), start=Fraction(0)
     )
+    lanes = sum(pool.count for pool in spec.generators)
     samples = spec.steps * spec.prompts * spec.samples_per_prompt
     training = samples * Fraction(spec.trainer.seconds_per_sample)
     commits = spec.steps * Fraction(spec.trainer.commit)
     helper = spec.trainer.helper
     helper_rate = helper.lanes * best_rate(helper.seconds, sizes) if helper else Fraction(0)
     if spec.policy.colocated:
-        training = samples * spec.colocated_sample_seconds
-        return float(samples / (generator_rate + helper_rate) + training + commits)
+        assert helper is not None, "a colocated SPEC has a helper"
+        share = Fraction(helper.lanes, helper.lanes + lanes)
+        return float(samples / (generator_rate + helper_rate) + training * share + commits)
     busy = training + commits
     if "none" in (spec.policy.help, spec.policy.assist) or not helper_rate:
         return float(max(busy, samples / generator_rate))

@@ -1,7 +1,7 @@
 """What a SPEC with `assist: both` runs: its lanes share work by a rule, or it runs a simpler schedule.
 
 `greedy` takes whatever there is, generating first. `search` takes the best rule that the search finds. `auto` also
-compares it with no help at all, with a trainer that helps alone and, if all cards can train, with colocated cards.
+compares it with colocated cards, with no help at all, and with a trainer that helps alone.
 """
 
 from __future__ import annotations
@@ -60,11 +60,10 @@ def choose_schedule(spec: Spec, predict: PredictMakespan) -> ChosenSchedule:
     best = _shared_schedule(spec, best_stale_work(rules, terms, expected_ns))
     if spec.policy.help == "search":
         return best
-    all_train = all(pool.train_seconds is not None for pool in spec.generators)
     for simpler in (
         spec.with_rules(assist="trainer", help="auto"),
         spec.with_rules(assist="none", help="none"),
-        *([spec.with_rules(colocated=True)] if all_train else []),
+        spec.with_rules(colocated=True),
     ):
         resolved, makespan = predict(simpler)
         if makespan <= best.makespan:

@@ -84,7 +84,7 @@ def initial_scheduler_state(
         if terms.shares_work:
             alone = Fraction(spec.trainer.seconds_per_sample) * helper.lanes
             helpers = _able_to_train(helpers, alone, helper.switch_in, helper.switch_out)
-    costs = _costs(spec)
+    costs = _costs(spec, len(generators))
     return initial_state(terms, costs, generators, helpers, evaluates=spec.evaluation is not None)
 
 
@@ -146,13 +146,14 @@ def with_rules(terms: Terms, rules: ScheduleRules, has_helper: bool = True) -> T
     )
 
 
-def _costs(spec: Spec) -> Costs:
+def _costs(spec: Spec, generator_lanes: int) -> Costs:
     """The SPEC's costs. If colocated, the generators' cards train as well, and all role switches cost the same."""
     trainer, helper = spec.trainer, spec.trainer.helper
     train_sample_ns = Fraction(trainer.seconds_per_sample) * NS_PER_SECOND
     switch_in, switch_out = (helper.switch_in, helper.switch_out) if helper else (Decimal(0), Decimal(0))
     if spec.policy.colocated:
-        train_sample_ns = spec.colocated_sample_seconds * NS_PER_SECOND
+        assert helper is not None, "a colocated SPEC has a helper"
+        train_sample_ns *= Fraction(helper.lanes, helper.lanes + generator_lanes)
         switch_in = switch_out = spec.colocate.switch
     return Costs(
         train_sample_ns=train_sample_ns,

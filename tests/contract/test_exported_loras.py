@@ -1,4 +1,6 @@
-"""Every family's exported LoRA gives the same velocity in diffusers, peft, ComfyUI and as a merged pipeline.
+"""Every family's exported LoRA gives the same velocity in diffusers, ComfyUI and as a merged pipeline.
+
+peft's names and files without metadata do not depend on the family: they are tested with a transformer and a UNet.
 
 ComfyUI is not needed: `comfyui_model` rebuilds how it names the layers of each model, and `apply_in_comfyui`
 how its loader finds adapters and scales them. Both were compared with its code, `comfy/lora.py`, `comfy/utils.py`
@@ -40,7 +42,7 @@ from digenrl.training.checkpoint.checkpoints import save_checkpoint
 from digenrl.training.trainer_state import OptimizerState, TrainerState
 from digenrl.worker.blueprint import check_adapters, load_model, read_blueprint
 
-PEFT = ("sd3", "sdxl")  # peft's names are the same for every transformer
+BOTH_KINDS = ("sd3", "sdxl")  # of models: a transformer and a UNet
 RANK, ALPHA = 2, 8.0  # a scale of 4: a reader that ignores it is far off, and it rounds nothing
 WITHOUT = "single_transformer_blocks.1.attn.to_k"  # so that a fused layer of ComfyUI has a part without adapters
 
@@ -113,12 +115,11 @@ def exports(trained: Trained, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """What the command wrote, by format: a folder or, for ComfyUI, a file."""
     folder = tmp_path_factory.mktemp("exports")
     assert export(trained, "diffusers", folder / "diffusers") == [FILE_NAME]
-    for to in ("peft", "merged"):
+    others = ["merged", *(["peft"] if trained.family.name in BOTH_KINDS else [])]
+    for to in others:
         export(trained, to, folder / to)
     assert export(trained, "comfyui", folder / "comfyui") == ["run.safetensors"]
-    return {to: folder / to for to in ("diffusers", "peft", "merged")} | {
-        "comfyui": folder / "comfyui" / "run.safetensors"
-    }
+    return {to: folder / to for to in ("diffusers", *others)} | {"comfyui": folder / "comfyui" / "run.safetensors"}
 
 
 def export(trained: Trained, to: str, out: Path) -> list[str]:
@@ -177,19 +178,27 @@ def test_adapters_matter(trained: Trained, shared_base: PipelineModel) -> None:
     assert (base - trained.velocity).abs().max() > 1e-2
 
 
-def test_diffusers_loads_it_with_and_without_metadata(
-    trained: Trained, shared_base: PipelineModel, exports: dict[str, Path], tmp_path: Path
+def assert_diffusers_loads(trained: Trained, base: PipelineModel, folder: Path) -> None:
+    if hasattr(base.pipeline, "load_lora_weights"):
+        base.pipeline.load_lora_weights(folder)
+    else:  # as of HunyuanVideo 1.5
+        base.pipeline.transformer.load_lora_adapter(folder, weight_name=FILE_NAME)
+    assert torch.equal(velocity_of(base, trained.conditioning), trained.velocity)
+
+
+def test_diffusers_loads_it(trained: Trained, base: PipelineModel, exports: dict[str, Path]) -> None:
+    assert_diffusers_loads(trained, base, exports["diffusers"])
+
+
+@pytest.mark.parametrize("trained", BOTH_KINDS, indirect=True)
+def test_diffusers_loads_it_without_metadata(
+    trained: Trained, base: PipelineModel, exports: dict[str, Path], tmp_path: Path
 ) -> None:
     save_file(load_file(exports["diffusers"] / FILE_NAME), tmp_path / FILE_NAME)
-    for folder in (exports["diffusers"], tmp_path):
-        model = with_own_transformer(shared_base)
-        if hasattr(model.pipeline, "load_lora_weights"):
-            model.pipeline.load_lora_weights(folder)
-        else:  # as of HunyuanVideo 1.5
-            model.pipeline.transformer.load_lora_adapter(folder, weight_name=FILE_NAME)
-        assert torch.equal(velocity_of(model, trained.conditioning), trained.velocity)
+    assert_diffusers_loads(trained, base, tmp_path)
 
 
+@pytest.mark.parametrize("trained", BOTH_KINDS, indirect=True)
 def test_peft_loads_it(trained: Trained, base: PipelineModel, exports: dict[str, Path]) -> None:
     peft.PeftModel.from_pretrained(base.transformer, exports["peft"])  # adapts the transformer in place
     assert_same_velocity(trained, base)
@@ -225,7 +234,7 @@ def test_layers_that_comfyui_has_no_names_for_are_refused(
 
 
 def test_training_starts_from_it(trained: Trained, exports: dict[str, Path]) -> None:
-    for to in ("diffusers", "comfyui", *(["peft"] if trained.family.name in PEFT else [])):
+    for to in ("diffusers", "comfyui", "peft") if trained.family.name in BOTH_KINDS else ("comfyui",):
         recipe = recipe_of(trained.family, trained.source, alpha=RANK * 2.0, start_from=str(exports[to]))
         check_adapters(read_blueprint(recipe))
         assert_same_velocity(trained, load_model(read_blueprint(recipe), "cpu"))

@@ -243,7 +243,7 @@ def test_the_fewest_steps_without_guidance_equal_the_diffusers_pipeline(
 def test_many_steps_equal_the_diffusers_pipeline(
     family: Family, pipeline: Any, shared_model: PipelineModel
 ) -> None:
-    assert_latents_equal(family, pipeline, shared_model, 1.0, steps=15)
+    assert_latents_equal(family, pipeline, shared_model, 1.0, steps=8)
 
 
 def test_a_schedule_decreases_to_zero_and_does_not_depend_on_earlier_calls(
@@ -387,12 +387,12 @@ def test_checkpointing_blocks_does_not_change_the_gradient(family: Family, model
         gradient = gradient_of(model, family)
         return list(runs), gradient
 
+    checkpointed = {count: runs_and_gradient(count) for count in (1, len(blocks))}
     once, plain = runs_and_gradient(0)
     assert len(set(once)) == 1
     assert trained.count(False) <= 1  # the first convolutions of a UNet precede all adapters
     assert sum(bool(each.abs().max() > 0) for each in plain.values() if each is not None) > len(plain) / 2
-    for count in (1, len(blocks)):
-        repeated, gradient = runs_and_gradient(count)
+    for count, (repeated, gradient) in checkpointed.items():
         again = [needed and index < count for index, needed in enumerate(trained)]
         assert repeated == [2 * forwards if each else forwards for each, forwards in zip(again, once, strict=True)]
         assert plain.keys() == gradient.keys()
@@ -400,7 +400,6 @@ def test_checkpointing_blocks_does_not_change_the_gradient(family: Family, model
             got = gradient[name]
             assert (expected is None) == (got is None), name
             assert expected is None or got is None or torch.equal(got, expected), name
-    assert runs_and_gradient(0)[0] == once
 
 
 def test_an_fp64_model_computes_velocity_and_gradient_in_fp64(

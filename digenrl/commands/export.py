@@ -41,6 +41,7 @@ from digenrl.worker.blueprint import (
 
 ExportFormat = Literal["diffusers", "comfyui", "peft", "merged"]
 COMFYUI_ENDINGS = {"": "", HIGH_NOISE: "_high_noise", LOW_NOISE: "_low_noise"}  # of files, by transformer
+COMFYUI_MODELS = {"": "it", HIGH_NOISE: "it on the high-noise model", LOW_NOISE: "it on the low-noise model"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,8 +202,9 @@ def _loading_diffusers(request: _Request, folder: Path) -> tuple[str, ...]:
 
 
 def _loading_comfyui(request: _Request, folder: Path) -> tuple[str, ...]:
-    files = [f"{request.name}{COMFYUI_ENDINGS[part]}.safetensors" for part in request.adapters().by_part()]
-    each = "it" if len(files) == 1 else "each on its model"
+    parts = [*request.adapters().by_part()]
+    files = [f"{request.name}{COMFYUI_ENDINGS[part]}.safetensors" for part in parts]
+    each = COMFYUI_MODELS[parts[0]] if len(parts) == 1 else "each on its model"
     return (f"copy {' and '.join(files)} into ComfyUI's models/loras, and load {each} with strength 1",)
 
 

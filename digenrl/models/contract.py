@@ -27,7 +27,10 @@ Text = Mapping[str, Tensor | None]
 """A transformer's text arguments by name. One that is not needed, such as a mask, may be None."""
 
 ComfyuiLayers = Mapping[str, tuple[str, ...]]
-"""ComfyUI's layers, each with the diffusers layers whose outputs it concatenates; `*` is the index of a block."""
+"""ComfyUI's layers, each with the diffusers layers whose outputs it concatenates; `*` is the index of a block.
+
+A renamed layer of an AdaLayerNormContinuous has its halves in the other order: diffusers has the scale first.
+"""
 
 
 @dataclass(frozen=True, slots=True)

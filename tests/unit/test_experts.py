@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from scored_groups import (
     Rollout,
     lively,
@@ -22,6 +24,7 @@ from scored_groups import (
 from tiny_wan_models import tiny_wan_a14b
 from torch import Tensor
 
+from digenrl.commands.export import export_run
 from digenrl.commands.support.derived_facts import derive_facts
 from digenrl.commands.support.model_probe import plain_pipeline
 from digenrl.config.reading import ConfigError
@@ -41,8 +44,11 @@ from digenrl.models.quantized.layers import QuantizedLinear
 from digenrl.models.quantized.replacing import BaseWeights
 from digenrl.models.registry import find_family
 from digenrl.records import SampleId
+from digenrl.run_folder.folder import RunFolder
 from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size
+from digenrl.training.checkpoint.checkpoints import save_checkpoint
 from digenrl.training.checkpoint.export import write_merged
+from digenrl.training.trainer_state import OptimizerState, TrainerState
 from digenrl.worker.checks.preflight import inspect_here
 
 WAN = find_family("wan")
@@ -192,6 +198,29 @@ def test_text_encoders_load_without_any_transformer(folder: Path) -> None:
 
 
 # --- Recipes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("expert", "files"), [("high", ["run_high_noise"]), ("both", ["run_high_noise", "run_low_noise"])]
+)
+def test_comfyui_gets_a_file_for_each_adapted_expert(
+    expert: Any, files: list[str], folder: Path, tmp_path: Path
+) -> None:
+    model = WAN.load(folder)
+    add_lora(model, rank=64, alpha=128, seed=0, expert=expert)
+    nudge(model, 0.2, seed=1)
+    weights = {name: each.detach() for name, each in model.transformer.named_parameters() if ".lora_" in name}
+    settings = recipe(folder, f"model.train_expert={expert}")
+    run = RunFolder.create(tmp_path / "run", settings, datetime.now(UTC))
+    save_checkpoint(run.checkpoints, 1, TrainerState(1, 1, None, weights, OptimizerState({}, {})), {})
+    exported = export_run(run.path, "comfyui", None, tmp_path / "comfyui")
+    assert exported.files == tuple(f"{file}.safetensors" for file in files)
+    assert ("high-noise" in exported.loading[0]) == (expert == "high")
+    for file, part in zip(files, EXPERTS[expert], strict=True):
+        written, own = load_file(tmp_path / "comfyui" / f"{file}.safetensors"), weights_state(model)
+        name, ours = "diffusion_model.blocks.1.cross_attn.v", f"{part}.blocks.1.attn2.to_v"
+        assert torch.equal(written[f"{name}.lora_A.weight"], own[f"{ours}.lora_A.weight"])
+        assert torch.equal(written[f"{name}.lora_B.weight"], 2 * own[f"{ours}.lora_B.weight"])
 
 
 def recipe(source: str | Path, *changes: str) -> Recipe:

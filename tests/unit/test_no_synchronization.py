@@ -36,7 +36,7 @@ def test_a_group_is_trained_without_synchronizing(
 ) -> None:
     without_autocast(monkeypatch)
     model, algorithm = adapted(family), lively(algorithm_name)
-    rollout = Rollout(groups=2, steps=6, size=tiny_size(family))
+    rollout = Rollout(groups=2, steps=3, size=tiny_size(family))
     generated = scored_groups(model, algorithm, rollout, rewards=[REWARDS] * 2)
     groups = [ScoredGroup(model.compact(g.conditioning).to("meta"), g.trajectories, g.rewards) for g in generated]
     model.transformer.to("meta")

@@ -84,11 +84,6 @@ def test_whatever_it_does_is_a_missing_score_and_the_next_batch_is_scored(
     assert len(score(reward).values) == 3
 
 
-def test_a_batch_that_takes_too_long_is_ended(reward: Reward) -> None:
-    with pytest.raises(RewardError, match=r"longer than 10 s"):
-        score(reward, "hang")
-
-
 def test_programs_that_it_runs_do_not_read_its_requests(reward: Reward) -> None:
     assert len(score(reward, "read").values) == 3
 
@@ -112,3 +107,9 @@ def test_it_sees_the_source_images_of_every_sample(reward: Reward) -> None:
     sources = [(torch.rand(3, 2, 5),), (torch.rand(3, 4, 4), torch.rand(3, 1, 1)), (torch.ones(3, 2, 2),)]
     batch = reward.score(PIXELS, ["compare"] * 3, [{"source_images": each} for each in sources])
     assert batch.values == tuple(float(sum(image.sum() for image in each)) for each in sources)
+
+
+def test_a_batch_that_takes_too_long_is_ended(reward: Reward) -> None:
+    """The last test of this process, which is not started again."""
+    with pytest.raises(RewardError, match=r"longer than 10 s"):
+        score(reward, "hang")

@@ -33,6 +33,7 @@ from digenrl.planning.results.plans import Plan
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MIXED = read_cluster(EXAMPLES / "cluster_mixed.yaml")
 MEASURED = read_cluster(EXAMPLES / "cluster_measured.yaml")
+H100S = parse_model(Cluster, {"pools": [{"card": "H100"}]})
 
 
 def recipe_of(name: str, *overrides: str) -> Recipe:
@@ -178,10 +179,10 @@ def test_a_recipe_that_cannot_be_planned_is_an_error_of_one_line(name, overrides
 
 
 def test_adapters_use_full_copies_and_full_fine_tuning_shards_over_all_ranks_without_help():
-    lora = best(recipe_of("flux_dance_grpo"), MIXED)
+    lora = best(recipe_of("flux_dance_grpo"), H100S, stale_shares=(0.0,))
     assert lora.layout.trainer.shard_cards == 1
     assert all(generator.lane_cards == 1 for generator in lora.layout.generators)
-    full = best(recipe_of("flux_mix_grpo"), MIXED)
+    full = best(recipe_of("flux_mix_grpo"), H100S, stale_shares=(0.0,))
     assert full.layout.trainer.shard_cards == full.layout.trainer.cards > 1
     assert full.spec.policy.help == "none" and full.layout.helper_lanes == 0
 
@@ -373,13 +374,12 @@ class OwnModel(SD3Model):
 
 
 OWN = replace(SD3, model_class=OwnModel)
-H100S = parse_model(Cluster, {"pools": [{"card": "H100"}]})
 
 
 def test_a_family_without_a_catalogue_entry_is_planned_with_derived_facts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(FAMILIES, "own", OWN)
     recipe = recipe_of("sd3_flow_grpo", "model.family=own", "model.source=random")
-    result = search_plans(recipe, H100S, PlanOptions(keep=1, steps=2))
+    result = search_plans(recipe, H100S, PlanOptions(keep=1, steps=2, stale_shares=(0.0,)))
     facts = result.workload.facts
     assert facts.parameters == pytest.approx(2.24e9, rel=0.01) and not facts.fitted
     assert result.best.trainer_memory is not None and result.best.trainer_memory.fits

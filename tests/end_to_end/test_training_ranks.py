@@ -89,12 +89,10 @@ def test_ranks_of_adapters_help_to_generate_each_on_its_own(live: LiveRuns) -> N
     assert furthest(weights(of_one_rank(live, "adapters"), STEPS), weights(run, STEPS)) < CLOSE
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_lost_rank_is_replaced_with_all_others_from_the_last_commit(
-    kind: str, live: LiveRuns, gates: Gates
-) -> None:
-    run = run_losing_a_rank(live, gates, *RANKS[kind])
-    lost, undisturbed = weights(run, STEPS), weights(live.finished(*RANKS[kind]), STEPS)
+def test_a_lost_rank_is_replaced_with_all_others_from_the_last_commit(live: LiveRuns, gates: Gates) -> None:
+    """Of all weights; further tests lose ranks of adapters."""
+    run = run_losing_a_rank(live, gates, *RANKS["all weights"])
+    lost, undisturbed = weights(run, STEPS), weights(live.finished(*RANKS["all weights"]), STEPS)
     assert all(torch.equal(lost[name], undisturbed[name]) for name in undisturbed)
     assert metric(run, "step") == list(range(STEPS))
 

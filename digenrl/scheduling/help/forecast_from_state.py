@@ -21,7 +21,7 @@ SAME_SPEED = 1.1  # with more, lanes form a class if their times differ by less 
 MOST_BUNDLES = 32  # with more, the ends of jobs are rounded
 END_STEPS_PER_SLICE = 8
 
-Kind = tuple[int, int, tuple[int, ...]]  # of a lane: until it has a new version, `slice_ns` and `take_ns`
+Kind = tuple[int, int, tuple[int, ...]]  # of a lane: `publish_ns`, `slice_ns` and `take_ns`
 Member = tuple[int, int, int]  # position, group and number of slices of a lane's job
 
 
@@ -37,7 +37,7 @@ def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
     published, publications = _versions_ahead(state, constants, generators, at_ns)
     idle, without_weights = [0] * len(classes), [0] * len(classes)
     for lane in (state.lanes[index] for index in state.idle):
-        lane_class = class_of[_kind(state.costs, lane)]
+        lane_class = class_of[lane.publish_ns, lane.slice_ns, lane.take_ns]
         has_weights = lane.version >= published[constants.class_link[lane_class]]
         (idle if has_weights else without_weights)[lane_class] += 1
     running = _bundles_under_way(state, at_ns, class_of)
@@ -89,8 +89,10 @@ def _versions_ahead(
     """The newest version on any generator lane of each link, and when each later one is expected to arrive."""
     published: list[int] = []
     publications: list[tuple[int, int, int]] = []
+    own_ns = {lane.publish_ns for lane in generators}
     for link, publish_ns in enumerate(constants.publish_ns):
-        lanes = [lane for lane in generators if state.costs.publication_ns(lane.publish_ns) == publish_ns]
+        of_link = {own for own in own_ns if state.costs.publication_ns(own) == publish_ns}
+        lanes = [lane for lane in generators if lane.publish_ns in of_link]
         newest = max(lane.version for lane in lanes)
         ahead = [
             (max(at_ns + 1, sent_ns + publish_ns), link, version)
@@ -117,16 +119,14 @@ def _loaded_ns(state: SchedulerState, at_ns: int, version: int, publish_ns: int)
     return max(at_ns + 1, sent_ns + publish_ns)
 
 
-def _kind(costs: Costs, lane: Lane) -> Kind:
-    return costs.publication_ns(lane.publish_ns), lane.slice_ns, lane.take_ns
-
-
 def _classes(costs: Costs, generators: list[Lane]) -> tuple[tuple[LaneOffer, ...], dict[Kind, int]]:
     """The offer of each class of lanes, fastest first, and the class of each kind of lane.
 
     If there are many kinds, as with measured times, a class holds lanes of nearly equal speed.
     """
-    kinds = {_kind(costs, lane) for lane in generators}
+    own = {(lane.publish_ns, lane.slice_ns, lane.take_ns) for lane in generators}
+    resolved = {kind: (costs.publication_ns(kind[0]), *kind[1:]) for kind in own}
+    kinds = set(resolved.values())
     classes: list[list[Kind]] = []
     for publish_ns, slice_ns, take_ns in sorted(kinds, key=lambda kind: (len(kind[2]), kind)):
         fastest = classes[-1][0] if classes else (-1, 0, ())
@@ -138,8 +138,8 @@ def _classes(costs: Costs, generators: list[Lane]) -> tuple[tuple[LaneOffer, ...
     typical = [_offer(members) for members in classes]
     ranks = [(offer.slice_ns, costs.publication_ns(offer.publish_ns)) for offer in typical]
     fastest_first = sorted(range(len(classes)), key=lambda index: ranks[index])
-    class_of = {kind: place for place, index in enumerate(fastest_first) for kind in classes[index]}
-    return tuple(typical[index] for index in fastest_first), class_of
+    places = {kind: place for place, index in enumerate(fastest_first) for kind in classes[index]}
+    return tuple(typical[index] for index in fastest_first), {kind: places[resolved[kind]] for kind in own}
 
 
 def _offer(members: list[Kind]) -> LaneOffer:
@@ -156,13 +156,14 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
     busy = [(lane, lane.job) for lane in state.lanes if lane.job is not None and lane.calibrated]
     for lane, job in busy:
         end = max(at_ns + 1, expected_end_ns(state, lane))
-        lane_class = HELPER_CLASS if lane.helper else class_of[_kind(state.costs, lane)]
+        lane_class = HELPER_CLASS if lane.helper else class_of[lane.publish_ns, lane.slice_ns, lane.take_ns]
         step, member = NO_STEP, (0, 0, 0)
-        if isinstance(job, Evaluate) and is_wanted(state, job.chunk):
-            step = HELD_OUT
-        elif isinstance(job, Generate) and job.id not in twice and is_wanted(state, job.slice):
+        if isinstance(job, Generate):
             piece = job.slice
-            step, member = piece.step, (position(piece), piece.group, terms.slices_in(piece.size))
+            if job.id not in twice and is_wanted(state, piece):
+                step, member = piece.step, (position(piece), piece.group, piece.size // terms.slice_size)
+        elif isinstance(job, Evaluate) and is_wanted(state, job.chunk):
+            step = HELD_OUT
         members.setdefault((end, lane_class, step), []).append(member)
     rounded = len(members) > MOST_BUNDLES
     if rounded:

@@ -218,7 +218,7 @@ def relative_difference(left: Gradients, right: Gradients) -> float:
     assert left.keys() == right.keys(), (sorted(left), sorted(right))
     flat = [torch.cat([part[name].flatten() for name in right]) for part in (left, right)]
     assert flat[1].norm() > 0, "a gradient of zero shows nothing"
-    return float((flat[0] - flat[1]).norm() / flat[1].norm())
+    return float(((flat[0] - flat[1]).norm() / flat[1].norm()).detach())
 
 
 def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:

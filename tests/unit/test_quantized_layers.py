@@ -84,7 +84,7 @@ def test_the_product_and_the_gradient_of_the_input_are_those_of_the_dequantized_
         rounding = 5e-2
     for one, other in ((got, expected), (gradient, expected_gradient)):
         assert one.dtype == dtype and one.shape == other.shape
-        assert float((one - other).norm() / other.norm()) < rounding
+        assert ((one - other).norm() / other.norm()).item() < rounding
 
 
 @each_precision

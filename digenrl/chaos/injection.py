@@ -222,7 +222,7 @@ class Injector(JobFaults):
             self._there.exchange.lose(job.writes())
         if fault.kind == "partition":
             self._there.silence(slot.name, PATIENCE_S)
-            self._there.after(PATIENCE_S + 1, lambda: self._there.post(Message(slot.name, job.id, report)))
+            self._there.after(PATIENCE_S + 1, lambda: self._there.deliver(Message(slot.name, job.id, report)))
         return _spoilt(report, fault.kind)
 
     def delays_s(self, slot: WorkerSlot, job: Job) -> Sequence[float]:

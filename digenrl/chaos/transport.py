@@ -177,7 +177,7 @@ class VirtualTransport:
         if slot.gone or slot.silent:
             return
         slot.busy = False
-        self.post(Message(slot.name, None, Ready()))
+        self.deliver(Message(slot.name, None, Ready()))
         self._faults.started(slot)
         self._work(slot)
 
@@ -200,13 +200,13 @@ class VirtualTransport:
         message = Message(slot.name, job.id, refusal or self._faults.report(slot, job))
         for delay_s in self._faults.delays_s(slot, job):
             if delay_s > 0:
-                self.after(delay_s, lambda: self.post(message))
+                self.after(delay_s, lambda: self.deliver(message))
             else:
-                self.post(message)
+                self.deliver(message)
         slot.busy = False
         self._work(slot)
 
-    def post(self, message: Message) -> None:
+    def deliver(self, message: Message) -> None:
         self._inbox.append(message)
 
     def kill(self, name: str, reason: str, fault: bool = True) -> bool:
@@ -214,7 +214,7 @@ class VirtualTransport:
         if name not in self.slots:
             return False
         self.end(name)
-        self.post(Message(name, None, Gone(reason, fault)))
+        self.deliver(Message(name, None, Gone(reason, fault)))
         return True
 
     def silence(self, name: str, patience_s: float) -> bool:

@@ -527,8 +527,10 @@ def is_wanted(state: SchedulerState, piece: Slice | HeldOutChunk) -> bool:
     """Whether scores of these samples are still of use: not after a quarantine or an abandoned evaluation."""
     if isinstance(piece, HeldOutChunk):
         return find_evaluation(state, piece.version) is not None
-    step = open_step(state, piece.step)
-    return step is not None and not step.groups[piece.group].retired
+    for step in state.steps:
+        if step.index == piece.step:
+            return not step.groups[piece.group].retired
+    return False
 
 
 def find_evaluation(state: SchedulerState, version: int) -> EvaluationProgress | None:

@@ -131,8 +131,8 @@ class Forecast:
             if at == NEVER:
                 self.now = NEVER
                 return False
-            self._settle(at)
-            self._dispatch()
+            if self._settle(at):
+                self._dispatch()
         return True
 
     def switch_in(self) -> None:
@@ -189,8 +189,8 @@ class Forecast:
             at = self._next_instant()
             if at == NEVER:
                 break
-            self._settle(at)
-            self._dispatch()
+            if self._settle(at):
+                self._dispatch()
         self._pass_time(self.now + constants.commit_ns)
         self.committed += 1
         self.saves = constants.terms.saves(self.committed)
@@ -213,26 +213,32 @@ class Forecast:
     def _pass_time(self, until: int) -> None:
         """Everything before `until` happens. At `until` itself generators have not yet taken slices."""
         while (at := self._next_instant()) < until:
-            self._settle(at)
-            self._dispatch()
+            if self._settle(at):
+                self._dispatch()
         self._settle(until)
 
     def _next_instant(self) -> int:
-        at = self.running[0][0] if self.running else NEVER
-        if self.being_scored and self.being_scored[0][0] < at:
-            at = self.being_scored[0][0]
-        if self.publications and self.publications[0][0] < at:
-            at = self.publications[0][0]
+        running, scored, publications = self.running, self.being_scored, self.publications
+        at = running[0][0] if running else NEVER
+        if scored and scored[0][0] < at:
+            at = scored[0][0]
+        if publications and publications[0][0] < at:
+            at = publications[0][0]
         return at
 
-    def _settle(self, at: int) -> None:
-        """Everything that is due at this instant is done: slices end, samples are scored, versions arrive."""
+    def _settle(self, at: int) -> bool:
+        """Everything that is due at this instant is done: slices end, samples are scored, versions arrive.
+
+        Returns whether generators may take slices now that they could not take before.
+        """
         self.now = at
-        self.counter.nodes += 1
-        running = self.running
+        counter, running, scored = self.counter, self.running, self.being_scored
+        counter.nodes += 1
+        may_start = False
         while running and running[0][0] <= at:
+            may_start = True
             _, _, lane_class, step, lanes, runs = heappop(running)
-            self.counter.nodes += len(runs) // GROUPS_PER_NODE
+            counter.nodes += len(runs) // GROUPS_PER_NODE
             if lane_class != HELPER_CLASS:
                 self.idle[lane_class] += lanes
             if step == HELD_OUT:
@@ -241,14 +247,15 @@ class Forecast:
                 self._queue_for_scoring(step, runs)
             else:
                 self._mark_scored(step, runs, self.constants.slice_size)
-        scored = self.being_scored
         while scored and scored[0][0] <= at:
             _, step, counts = scored.popleft()
-            self.counter.nodes += len(counts) // GROUPS_PER_NODE
+            counter.nodes += len(counts) // GROUPS_PER_NODE
             self._mark_scored(step, counts, 1)
         while self.publications and self.publications[0][0] <= at:
+            may_start = True
             _, link, version = self.publications.pop(0)
             self.published[link] = version
+        return may_start
 
     def _end_chunks(self, chunks: int) -> None:
         """Sampled chunks queue for the reward lanes, and the newest version may have waited for the last one."""
@@ -265,7 +272,8 @@ class Forecast:
         is_current = step == self.committed
         completed = 0
         if self.constants.by_sample:
-            completed = samples_each * sum(count for _, count in runs)
+            for _, count in runs:
+                completed += samples_each * count
         else:
             open_groups = self.open_groups if is_current else self.open_groups_next
             for group, count in runs:
@@ -283,9 +291,11 @@ class Forecast:
 
         `scoring.start_scoring` in closed form.
         """
-        constants, score_ns, round_ns = self.constants, self.constants.score_ns, self.constants.score_round_ns
-        unit, units_of_slice = constants.score_unit, constants.slice_size // constants.score_unit
-        ready = [max(self.now, free) for free in self.scorer_free]
+        constants = self.constants
+        score_ns, round_ns, unit = constants.score_ns, constants.score_round_ns, constants.score_unit
+        units_of_slice = constants.slice_size // unit
+        idle = bisect_left(self.scorer_free, self.now)
+        ready = [self.now] * idle + self.scorer_free[idle:]
         if ready[-1] > ready[0] + score_ns:  # a reward lane is busy for longer, and does not take turns
             self._queue_one_by_one(step, runs, ready)
             return
@@ -293,16 +303,24 @@ class Forecast:
         together: dict[int, list[tuple[int, int]]] = {}
         for group, slices in runs:
             units = slices * units_of_slice
-            for nth in range(place, place + units) if constants.by_sample else (place + units - 1,):
-                end = ready[nth % scorers] + score_ns * (nth // scorers + 1)
-                count = unit if constants.by_sample else units * unit
-                together.setdefault(-(-end // round_ns) * round_ns, []).append((group, count))
             place += units
-        self.being_scored.extend((end, step, tuple(counts)) for end, counts in together.items())
+            single = constants.by_sample
+            for nth in range(place - units, place) if single else (place - 1,):
+                turns, lane = divmod(nth, scorers)
+                end = ready[lane] + score_ns * (turns + 1)
+                if round_ns > 1:
+                    end = -(-end // round_ns) * round_ns
+                count = (group, unit if single else units * unit)
+                if end in together:
+                    together[end].append(count)
+                else:
+                    together[end] = [count]
+        self.being_scored.extend([(end, step, tuple(counts)) for end, counts in together.items()])
         self.counter.nodes += (scorers + (place if constants.by_sample else len(runs))) // GROUPS_PER_NODE
         full_turns, rest = divmod(place, scorers)
-        later = [free + score_ns * (full_turns + 1) for free in ready[:rest]]
-        self.scorer_free = [free + score_ns * full_turns for free in ready[rest:]] + later
+        took = score_ns * full_turns
+        later = [free + took + score_ns for free in ready[:rest]]
+        self.scorer_free = [free + took for free in ready[rest:]] + later
 
     def _queue_one_by_one(self, step: int, runs: Runs, free: list[int]) -> None:
         """The same for reward lanes that are free at any times, soonest first."""
@@ -420,21 +438,22 @@ class Forecast:
 
     def _unstarted_here(self) -> int:
         """Unstarted slices of the step from which slices are taken next."""
-        left = self.slices.length - self.position
-        return left - bisect_left(self.holes, self.slices.length) if self.holes else left
+        length, holes = self.slices.length, self.holes
+        return length - self.position - bisect_left(holes, length) if holes else length - self.position
 
     def _startable(self, version: int) -> int:
         """How many slices of one step may start on this version. Moves on to the next step at a list's end."""
+        constants, step = self.constants, self.slices_step
         left = self._unstarted_here()
         if not left:
-            if self.slices_step + 1 >= self.constants.steps or self.slices_step > version:
+            if step + 1 >= constants.steps or step > version:
                 return 0
             self._open_next_list()
-            left = self._unstarted_here()
-        if self.slices_step <= version:
+            step, left = self.slices_step, self._unstarted_here()
+        if step <= version:
             return left
-        admitted = admitted_samples(self.slices_step, version, self.stale_used, self.constants.budget)
-        return min(left, admitted // self.constants.slice_size)
+        admitted = admitted_samples(step, version, self.stale_used, constants.budget)
+        return min(left, admitted // constants.slice_size)
 
     def _startable_next(self, version: int, startable_here: int) -> int:
         """How many slices of the next step may start on this version, behind all of this one."""

@@ -43,8 +43,9 @@ class ForecastConstants:
         self.publish_ns = tuple(sorted(set(class_publish_ns)))  # of each link, the fastest first
         self.class_link = tuple(self.publish_ns.index(each) for each in class_publish_ns)
         self.helpers = len(state.helpers)
-        helpers = [state.lanes[index].offer for index in state.helpers]
-        self.helper = max(helpers, key=lambda offer: offer.slice_ns, default=LaneOffer("", NEVER))
+        helpers = [state.lanes[index] for index in state.helpers]
+        slowest = max(helpers, key=lambda lane: lane.slice_ns, default=None)
+        self.helper = slowest.offer if slowest is not None else LaneOffer("", NEVER)
         self.helper_ns = self.helper.slice_ns
         self.slices_per_step = terms.slices_per_step
         self.slice_size = terms.slice_size
@@ -61,8 +62,9 @@ class ForecastConstants:
         self.by_sample = terms.stream == "sample"
         self.batch = terms.stream == "batch"
         self.units = terms.samples_per_step if self.by_sample else terms.prompts
-        self.unit_ns = costs.train_ns(1 if self.by_sample else terms.samples_per_prompt)
-        self.whole_step_ns = terms.prompts * costs.train_ns(terms.samples_per_prompt)
+        group_ns = costs.train_ns(terms.samples_per_prompt)
+        self.unit_ns = costs.train_ns(1) if self.by_sample else group_ns
+        self.whole_step_ns = terms.prompts * group_ns
         self.terms = terms
         self.commit_ns, self.save_ns = costs.commit_ns, costs.save_ns
         self.chunk_ns, self.score_chunk_ns = costs.evaluate_ns, costs.score_chunk_ns

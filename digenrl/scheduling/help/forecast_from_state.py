@@ -29,11 +29,11 @@ def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
     """The future from a bubble of `state` on, after generators have taken what they may."""
     terms = state.terms
     generators = [
-        lane for lane in state.lanes if lane.present and lane.calibrated and (terms.colocated or not lane.helper)
+        lane for lane in state.lanes if lane.present and lane.slice_ns and (terms.colocated or not lane.helper)
     ]
     classes, class_of = _classes(state.costs, generators)
     constants = ForecastConstants(state, classes)
-    sent = max((lane.sent_version for lane in generators), default=state.committed)
+    sent = max([lane.sent_version for lane in generators], default=state.committed)
     published, publications = _versions_ahead(state, constants, generators, at_ns)
     idle, without_weights = [0] * len(classes), [0] * len(classes)
     for lane in (state.lanes[index] for index in state.idle):
@@ -89,17 +89,20 @@ def _versions_ahead(
     """The newest version on any generator lane of each link, and when each later one is expected to arrive."""
     published: list[int] = []
     publications: list[tuple[int, int, int]] = []
-    own_ns = {lane.publish_ns for lane in generators}
-    for link, publish_ns in enumerate(constants.publish_ns):
-        of_link = {own for own in own_ns if state.costs.publication_ns(own) == publish_ns}
-        lanes = [lane for lane in generators if lane.publish_ns in of_link]
-        newest = max(lane.version for lane in lanes)
+    of_links: list[list[Lane]] = [[] for _ in constants.publish_ns]
+    if len(of_links) == 1:
+        of_links = [generators]
+    else:
+        for lane in generators:
+            of_links[constants.publish_ns.index(state.costs.publication_ns(lane.publish_ns))].append(lane)
+    for link, (publish_ns, lanes) in enumerate(zip(constants.publish_ns, of_links, strict=True)):
+        newest = max([lane.version for lane in lanes])
         ahead = [
             (max(at_ns + 1, sent_ns + publish_ns), link, version)
             for version, sent_ns in state.publishing
             if version > newest
         ]
-        sent = max(lane.sent_version for lane in lanes)
+        sent = max([lane.sent_version for lane in lanes])
         if sent > max((version for _, _, version in ahead), default=newest):
             # Only lanes that have just joined, which are being sent the newest version.
             newest, ahead = sent, []
@@ -153,9 +156,11 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
     terms, position = state.terms, positions(state.terms)
     members: dict[tuple[int, int, int], list[Member]] = {}
     twice = state.void_jobs | {copy for _, copy in state.copies}  # slices that others generate as well
-    busy = [(lane, lane.job) for lane in state.lanes if lane.job is not None and lane.calibrated]
+    busy = [(lane, lane.job) for lane in state.lanes if lane.job is not None and lane.slice_ns]
     for lane, job in busy:
-        end = max(at_ns + 1, expected_end_ns(state, lane))
+        end = expected_end_ns(state, lane)
+        if end <= at_ns:
+            end = at_ns + 1
         lane_class = HELPER_CLASS if lane.helper else class_of[lane.publish_ns, lane.slice_ns, lane.take_ns]
         step, member = NO_STEP, (0, 0, 0)
         if isinstance(job, Generate):
@@ -164,7 +169,11 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
                 step, member = piece.step, (position(piece), piece.group, piece.size // terms.slice_size)
         elif isinstance(job, Evaluate) and is_wanted(state, job.chunk):
             step = HELD_OUT
-        members.setdefault((end, lane_class, step), []).append(member)
+        key = (end, lane_class, step)
+        if key in members:
+            members[key].append(member)
+        else:
+            members[key] = [member]
     rounded = len(members) > MOST_BUNDLES
     if rounded:
         members = _with_rounded_ends(members, min(lane.slice_ns for lane, _ in busy))

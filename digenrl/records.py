@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
+from functools import cache
 from typing import Any, Literal, Self
 
 Role = Literal["generate", "train"]
@@ -248,6 +249,17 @@ class Job(Action):
     def for_rank(self, rank: int) -> Self:
         """The job as one of several trainer ranks gets it."""
         return self
+
+    def without_data(self) -> Self:
+        """The job as the scheduler issued it: what the driver filled in need not travel back with the result."""
+        kind: type = type(self)
+        defaults = _data_defaults(kind)
+        return replace(self, **defaults) if defaults else self
+
+
+@cache
+def _data_defaults(kind: type) -> Mapping[str, Any]:
+    return {each.name: each.default for each in fields(kind) if each.metadata.get("data")}
 
 
 @dataclass(frozen=True, slots=True)

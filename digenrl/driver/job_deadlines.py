@@ -70,6 +70,11 @@ class JobDeadlines:
         self._have_weights.discard(owner(worker))
         self._since_s = dict.fromkeys(self._since_s, self._now_s())
 
+    def any_silent(self) -> bool:
+        """Whether a worker has made no progress for so long that its job may be overdue."""
+        now_s = self._now_s()
+        return any(now_s - since_s > self._patience_s for since_s in self._since_s.values())
+
     def overdue(self, jobs: Mapping[str, Iterable[Job]]) -> OverdueJob | None:
         """The first worker whose oldest job is overdue, given the unfinished jobs of each in order."""
         now_s = self._now_s()

@@ -58,7 +58,8 @@ class PendingJobs:
             logger.info("%s waits for %s", describe(job), worker)
             self._waiting.setdefault(worker, []).append(job)
             return
-        logger.debug("%s sent to %s", describe(job), worker)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s sent to %s", describe(job), worker)
         if self._deadlines.is_ready(worker) and not self._is_busy(worker):
             self._deadlines.begin(worker)
         self._sent[worker][job.id] = PendingJob(job, self._clock())
@@ -75,7 +76,9 @@ class PendingJobs:
         began_ns = max(pending.sent_ns, self._last_result_ns.get(worker, 0))
         self._last_result_ns[worker] = now_ns
         self._deadlines.finish(worker, pending.job)
-        logger.debug("%s answered by %s after %.3f s", describe(pending.job), worker, (now_ns - began_ns) / 1e9)
+        if logger.isEnabledFor(logging.DEBUG):
+            took_s = (now_ns - began_ns) / 1e9
+            logger.debug("%s answered by %s after %.3f s", describe(pending.job), worker, took_s)
         return CompletedJob(worker, pending.job, now_ns - began_ns)
 
     def ready(self, worker: str) -> None:
@@ -84,6 +87,8 @@ class PendingJobs:
 
     def overdue(self) -> OverdueJob | None:
         """A job that its worker did not finish in time."""
+        if not self._deadlines.any_silent():
+            return None
         pending = {worker: [each.job for each in sent.values()] for worker, sent in self._sent.items()}
         return self._deadlines.overdue(pending)
 

@@ -17,6 +17,7 @@ from digenrl.run_folder.lines import JsonLines, located_lines
 from digenrl.scheduling import SchedulerState
 
 Record = TypeVar("Record")
+_PRIMITIVES = frozenset((int, float, str, bool))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,8 @@ def _object(record: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if type(value) in _PRIMITIVES:
+        return value
     if isinstance(value, tuple):
         return [_plain(each) for each in value]
     if isinstance(value, Fraction):

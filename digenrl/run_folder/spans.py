@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -12,6 +12,7 @@ from digenrl.run_folder.lines import JsonLine, JsonLines, located_lines
 from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
 
 _SPAN = TypeAdapter(Span)
+_FIELDS = tuple(field.name for field in fields(Span))
 
 
 class SpanWriter:
@@ -21,7 +22,7 @@ class SpanWriter:
         self._lines, self._forward = lines, forward
 
     def add(self, span: Span) -> None:
-        self._lines.append(asdict(span))
+        self._lines.append({name: getattr(span, name) for name in _FIELDS})
         self._forward(span)
 
 

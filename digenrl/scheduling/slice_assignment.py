@@ -209,6 +209,8 @@ def take_from_front(state: SchedulerState, picker: SlicePicker, lanes: Iterable[
 def _take_by_finish(state: SchedulerState, picker: SlicePicker, at_ns: int) -> Taken:
     """Every lane takes the first piece that no other lane would finish sooner, or none."""
     able = [index for index in state.idle if picker.may_start(state.lanes[index].version)]
+    if not able:
+        return ()
     able.sort(key=lambda index: (state.lanes[index].slice_ns, -state.lanes[index].version))
     reservations = Reservations(state, able, picker.unstarted(), at_ns, picker.may_start)
     taken: dict[int, Slice] = {}

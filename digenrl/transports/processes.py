@@ -17,9 +17,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
 
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.logs import configure_logging
@@ -86,6 +87,7 @@ class ProcessTransport:
     def __init__(self, logs: Path) -> None:
         self._logs = logs
         self._workers: dict[str, _WorkerProcess] = {}
+        self._selector = DefaultSelector()  # of all pipes and of all processes that may end
         self._context = multiprocessing.get_context("forkserver")
 
     def start(self, assignment: Assignment) -> None:
@@ -103,6 +105,8 @@ class ProcessTransport:
         process.start()
         theirs.close()
         their_lifeline.close()
+        for each in (ours, process.sentinel):
+            self._selector.register(each, EVENT_READ, assignment.name)
         timeout_s = assignment.recipe.lanes.patience_s
         self._workers[assignment.name] = _WorkerProcess(
             process, ours, our_lifeline, heartbeats, timeout_s, ActiveClock(timeout_s / 4)
@@ -117,13 +121,13 @@ class ProcessTransport:
                 self._workers[worker].connection.send(job)
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
-        """All reports that have arrived. The reports of a worker that ended come before its Gone."""
-        connections = {each.connection: name for name, each in self._workers.items()}
-        sentinels = {each.process.sentinel: name for name, each in self._workers.items()}
+        """The next report of every worker. All reports of a worker that ended come before its Gone."""
+        ready: dict[str, list[object]] = {}
+        for key, _ in self._selector.select(timeout_s):
+            ready.setdefault(key.data, []).append(key.fileobj)
         messages: list[Message] = []
-        ready = wait([*connections, *sentinels], timeout_s)
-        for name in dict.fromkeys(connections.get(each) or sentinels[each] for each in ready):  # type: ignore[call-overload, index]
-            messages += self._receive_from(name)
+        for name, files in ready.items():
+            messages += self._receive_from(name, ended=self._workers[name].process.sentinel in files)
         return [*messages, *self._end_unresponsive()]
 
     def _end_unresponsive(self) -> list[Message]:
@@ -133,12 +137,12 @@ class ProcessTransport:
             self.end(name)
         return [Message(name, None, Gone("gave no sign of life any more and was ended")) for name in unresponsive]
 
-    def _receive_from(self, name: str) -> list[Message]:
+    def _receive_from(self, name: str, ended: bool) -> list[Message]:
+        """Its next report, or all that are left if its process has ended."""
         worker = self._workers[name]
-        ended = not worker.process.is_alive()  # asked before the pipe is read, which may hold its last reports
-        messages = []
+        messages: list[Message] = []
         try:
-            while worker.connection.poll():
+            while worker.connection.poll() if ended else not messages:
                 messages.append(Message(name, *worker.connection.recv()))
         except (EOFError, OSError):
             _end_process(worker.process, EXIT_TIMEOUT_S)
@@ -165,9 +169,12 @@ class ProcessTransport:
         finally:  # also if the user interrupts the wait: without its lifeline a worker exits by itself
             for name in list(self._workers):
                 self._forget(name)
+            self._selector.close()
 
     def _forget(self, name: str) -> None:
         worker = self._workers.pop(name)
+        for each in (worker.connection, worker.process.sentinel):
+            self._selector.unregister(each)
         worker.connection.close()
         worker.lifeline.close()
         if not worker.process.is_alive():

@@ -66,6 +66,8 @@ class RankGroupTransport:
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """Reports of groups are complete; the result is empty if those that arrived completed none."""
+        if not self._groups:
+            return self._transport.receive(timeout_s)
         arrived = list(self._transport.receive(timeout_s))
         failed = {_group_of(each) for each in arrived if _has_failed(each)} & self._groups.keys()
         deadline_s = self._monotonic() + NOTICE_S

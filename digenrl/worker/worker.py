@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from socket import gethostname
 from time import perf_counter
 from typing import Any
@@ -87,7 +88,7 @@ class Worker:
                 logger.warning("given up after %.3f s: %s\n%s", seconds, result.reason, result.details)
             else:
                 logger.info("done in %.3f s", seconds)
-            return result
+            return result if isinstance(result, PeersLost) else replace(result, job=job.without_data())
 
     def _carry_out(self, job: Job) -> Result | PeersLost:
         try:

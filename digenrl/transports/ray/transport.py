@@ -72,7 +72,8 @@ class RayTransport:
         setting = "never" if broadcasts else recipe.cluster.weight_patches
         self._patches = AdapterPatches(setting, self._workers, self.artifacts)
         self.driver_bytes = 0
-        self._checked = {node.id for node in cluster.resources().nodes}  # the others have joined since
+        self._checked_s = 0.0  # when all workers were last checked for a sign of life
+        self._checked_nodes = {node.id for node in cluster.resources().nodes}  # the others have joined since
 
     # --- Starting and ending ------------------------------------------------------------------------------------
 
@@ -84,7 +85,7 @@ class RayTransport:
         request = resource_request(assignment)
         node_id = self._free_resources().reserve(request)
         log = None if self._logs is None else log_file(self._logs, assignment.name)
-        environment = _environment(assignment, {} if node_id in {None, *self._checked} else versions_here())
+        environment = _environment(assignment, {} if node_id in {None, *self._checked_nodes} else versions_here())
         actor = _actor_class(request, node_id).remote(assignment, environment, log, self._build)
         worker = WorkerHandle(assignment, actor, request, node_id, self._clock(), actor.locate.remote())
         worker.pending[None] = PendingCall(None, actor.build.remote(self._rendezvous_of(assignment, actor)))
@@ -166,15 +167,21 @@ class RayTransport:
         return self.artifacts.get(name)
 
     def _poll(self, timeout_s: float) -> Iterator[Message]:
-        awaited = [each for worker in self._workers.values() for each in worker.awaited()]
+        owners = {each: worker.name for worker in self._workers.values() for each in worker.awaited()}
+        awaited = list(owners)
         if self._broadcaster is not None:
             self._broadcaster.advance()
             awaited += self._broadcaster.awaited()
         arrived = _wait(awaited, timeout_s)
+        heard, now_s = {owners.get(each) for each in arrived}, self._clock()
+        checks_all = not heard or now_s - self._checked_s >= CHECK_INTERVAL_S
+        if checks_all:
+            self._checked_s = now_s
         for worker in list(self._workers.values()):
-            yield from self._messages_of(worker, arrived)
+            if checks_all or worker.name in heard:
+                yield from self._messages_of(worker, arrived, now_s)
 
-    def _messages_of(self, worker: WorkerHandle, arrived: set[Any]) -> Iterator[Message]:
+    def _messages_of(self, worker: WorkerHandle, arrived: set[Any], now_s: float) -> Iterator[Message]:
         gone = None
         for job_id, call in [each for each in worker.pending.items() if each[1].report in arrived]:
             report = self._report_of(worker, call)
@@ -183,7 +190,7 @@ class RayTransport:
                 break
             del worker.pending[job_id]
             yield Message(worker.name, job_id, report)
-        gone = gone or self._check_alive(worker, arrived)
+        gone = gone or self._check_alive(worker, arrived, now_s)
         if gone is not None:
             self.end(worker.name)
             yield Message(worker.name, None, gone)
@@ -220,9 +227,8 @@ class RayTransport:
         lost_patches = {patch_name(name): name for name in call.job.reads()}  # weights are exported again, whole
         return InputsLost(tuple(lost_patches.get(name, name) for name in names))
 
-    def _check_alive(self, worker: WorkerHandle, arrived: set[Any]) -> Gone | None:
+    def _check_alive(self, worker: WorkerHandle, arrived: set[Any], now_s: float) -> Gone | None:
         """Why a worker is gone: it is dead, does not respond, or found no room. None if it is not gone."""
-        now_s = self._clock()
         try:
             worker.update(arrived, now_s)
         except ACTOR_DIED as error:

@@ -292,7 +292,8 @@ class Dispatcher:
 
     def _take_result(self, completed: CompletedJob, result: Result) -> None:
         job = completed.job
-        result = replace(with_valid_scores(job, result), job=job)  # with the inputs that the driver has added
+        # The job as it was sent, with its inputs.
+        result = replace(with_valid_scores(job, result), at_ns=self._now_ns, job=job)
         callback = self._callbacks.pop(job.id, None)
         if isinstance(result, JobFailed):
             if isinstance(job, Save):  # a full disk, mostly: no mistake in the recipe
@@ -313,7 +314,7 @@ class Dispatcher:
             return
         if isinstance(result, Calibrated):
             result = replace(result, offer=self._calibrated_offer(result))
-        self._events.append(replace(result, at_ns=self._now_ns))
+        self._events.append(result)
         if isinstance(job, Encode):
             self._report_not_encoded(job)
         if isinstance(result, Committed) and self.stores.costs is not None:

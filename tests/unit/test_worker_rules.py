@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from digenrl.models.contract import DiffusionModel, TextEncoder
 from digenrl.models.loading.base_weights import files_fingerprint
 from digenrl.models.model_weights import weights_state
 from digenrl.records import (
+    Commit,
     Encode,
     Encoded,
     Evaluate,
@@ -31,6 +32,7 @@ from digenrl.records import (
     HeldOutChunk,
     PromptRow,
     Publish,
+    Result,
     Score,
     Slice,
     SliceArtifact,
@@ -108,6 +110,16 @@ def test_a_reward_that_fails_on_a_lane_is_a_failure_and_never_a_number(tiny: Tin
     generated = tiny.stages(FunctionReward("broken", broken, {})).generate(generate(70))
     assert generated.scores is None
     assert "the scorer is away" in generated.score_failure
+
+
+def test_a_result_does_not_carry_the_inputs_of_its_job_back(tiny: Tiny) -> None:
+    worker = Worker("encoder", tiny.stages())
+    encode = Encode(80, 5, step=0, groups=(0,), prompts=(PROMPT,), images=((b"a picture",),))
+    for job in (encode, replace(generate(81), hedges=7), Commit(82, 0, step=0, keeps_state=True)):
+        result = worker.handle(job)  # that of Commit is a failure: this worker does not train
+        assert isinstance(result, Result) and result.job == job
+        data = [each.name for each in fields(job) if each.metadata.get("data")]
+        assert data and not any(getattr(result.job, name) for name in data)
 
 
 def test_a_rank_that_loses_the_others_has_not_failed_itself(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from importlib import import_module, invalidate_caches
+from inspect import ismodule
 from pathlib import Path
 from sysconfig import get_paths
 from traceback import extract_tb
@@ -50,7 +51,7 @@ def import_object(path: str, what: str, kind: str = "object") -> Any:
         reason = f"{type(error).__name__}{where}: {one_line(error)}"
         raise ConfigError(f"{what} '{path}': {module_name} cannot be imported: {reason}") from error
     if not hasattr(module, name):
-        known = [key for key in vars(module) if not key.startswith("_")]
+        known = [key for key, value in vars(module).items() if not key.startswith("_") and not ismodule(value)]
         where = f"{module_name} ({getattr(module, '__file__', None) or 'a folder'})"
         raise ConfigError(f"{what} '{path}': {where} has no {kind} '{name}'; {nearest(name, known)}")
     return getattr(module, name)

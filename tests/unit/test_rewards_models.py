@@ -15,11 +15,13 @@ from torch.nn.functional import conv2d, gelu, layer_norm, linear, softmax
 from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel, CLIPTextConfig, CLIPTextModel
 
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipes.files import read_recipe
 from digenrl.config.rewards.table import parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import as_pil, as_uint8
 from digenrl.rewards.image_reward import preprocessed
 from digenrl.rewards.parts.clip import letterboxed
+from digenrl.worker.checks.preflight import inspect_here
 
 PIXELS = torch.rand(3, 1, 3, 40, 52, generator=torch.Generator().manual_seed(5))
 PROMPTS = ["a cat", "two dogs, one ball", "x" * 60]  # the last is longer than the model reads
@@ -153,6 +155,25 @@ def test_missing_weights_and_weights_of_another_model_are_errors(clip: Path, tmp
     CLIPTextModel(config).save_pretrained(tmp_path / "text")
     with pytest.raises(ConfigError, match="'clip_text_model'"):
         scores("clip_score", model=str(tmp_path / "text"))
+
+
+@pytest.mark.parametrize(
+    ("reward", "key"),
+    [
+        ({"name": "pickscore", "model": "./absent"}, "model"),
+        ({"name": "hpsv2", "model": "owner/name", "checkpoint": "absent.pt"}, "checkpoint"),
+        ({"name": "aesthetic", "head": "absent.pth"}, "head"),
+        ({"name": "geneval", "detector": "one/two/absent"}, "detector"),
+        ({"name": "image_reward", "tokenizer": "./absent"}, "tokenizer"),
+    ],
+)
+def test_weights_and_files_that_are_not_there_are_reported_before_a_run(
+    reward: dict[str, object], key: str
+) -> None:
+    overrides = [f"rewards={json.dumps(reward)}", "evaluation=off"]
+    with pytest.raises(ConfigError, match=rf"reward '{reward['name']}': {key}: .*absent.*: no such"):
+        inspect_here(read_recipe("demo", overrides))
+    inspect_here(read_recipe("demo", [*overrides, "mode=ray"]))  # another machine may have them
 
 
 def test_a_checkpoint_with_a_missing_weight_is_an_error_instead_of_a_random_weight(

@@ -9,10 +9,26 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from digenrl.config.reading import ConfigError, one_line
+from digenrl.config.reading import ConfigError, errors_in, one_line
+from digenrl.config.rewards.base import RewardSettings
 
 Loaded = TypeVar("Loaded")
 HUB_ID_PARTS = 2  # owner/name
+WEIGHTS = ("model", "processor", "tokenizer", "detector")  # settings that name a directory or a hub id
+FILES = ("checkpoint", "head", "config", "prompt")  # settings that name a file or folder, never a hub id
+
+
+def check_paths(settings: RewardSettings) -> None:
+    """Raises ConfigError if a path of weights or files in the settings does not exist. Hub ids are accepted."""
+    for key in (*WEIGHTS, *FILES):
+        path = getattr(settings, key, None)
+        if not isinstance(path, str) or path.startswith(("http://", "https://")):
+            continue
+        with errors_in(f"reward '{settings.shown_as}': {key}"):
+            if key in WEIGHTS:
+                is_directory(path)
+            elif not Path(path).expanduser().exists():
+                raise ConfigError(f"{path}: no such file or folder; relative paths start at the recipe's folder")
 
 
 def is_directory(model: str) -> bool:

@@ -73,6 +73,7 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
 
         from digenrl.models.loading.hub import HubUnreachableError
         from digenrl.rewards.function import import_target
+        from digenrl.rewards.parts.weights import check_paths
         from digenrl.worker.blueprint import (
             check_adapters,
             check_base,
@@ -98,6 +99,8 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
             judge_template(settings)
         if isinstance(settings, ServerSettings):
             _check_server(settings, recipe.topology.uses_ray)
+        elif not recipe.topology.uses_ray:  # other machines of a cluster may have what this one has not
+            check_paths(settings)
     try:
         check_experts(blueprint, check_hub_model(blueprint))
     except HubUnreachableError:

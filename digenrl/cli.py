@@ -1,4 +1,7 @@
-"""The command line: parses arguments and calls the commands. User errors are one line and exit code 2."""
+"""The command line: parses arguments and calls the commands. User errors are one line and exit code 2.
+
+Commands import what they use themselves, so that help does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,10 @@ import yaml
 from digenrl import __version__
 from digenrl.commands.support import options
 from digenrl.commands.support.output import err, out, print_written, progress_bar
-from digenrl.commands.support.reward_environment import serve_in_environment
 from digenrl.config.import_paths import add_to_python_path
-from digenrl.config.plan_files import with_plan
-from digenrl.config.profiles import write_profile
+from digenrl.config.limits import SIMULATED_SEARCH_BUDGET
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipes.files import read_recipe
-from digenrl.config.rewards.table import parse_rewards
-from digenrl.config.spec import read_spec
 from digenrl.runs.stopping import RunFailedError
-from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET
 from digenrl.telemetry.writing import NO_SPACE, check_new_yaml, write_atomically
 
 app = typer.Typer(
@@ -95,6 +92,8 @@ def simulate_command(
     if unpacked is not None and not ladder:
         raise ConfigError("--unpacked: only --ladder uses it; add --ladder or leave it out")
     if spec_file is not None:
+        from digenrl.config.spec import read_spec
+
         spec = read_spec(spec_file, profile)
         if ladder:
             compare_techniques(spec, unpacked, budget, as_json)
@@ -177,6 +176,9 @@ def profile_command(
 
     Writes a profile, which simulate and plan can use.
     """
+    from digenrl.config.profiles import write_profile
+    from digenrl.config.recipes.files import read_recipe
+
     check_new_yaml(out_file, force)
     settings = read_recipe(recipe, overrides or [], without_prompts=True)
     with _requires("train"):
@@ -240,6 +242,8 @@ def train_command(
 
     Generating, scoring, training and publishing run concurrently on separate lanes.
     """
+    from digenrl.config.plan_files import with_plan
+
     with _requires("train"):
         from digenrl.commands.train import resume_run, start_run
 
@@ -401,6 +405,8 @@ def serve_reward_command(
 
     Scoring can then run on other machines, or with --env in an environment of its own.
     """
+    from digenrl.config.rewards.table import parse_rewards
+
     settings = parse_rewards([_yaml(text) if text.startswith("{") else text for text in rewards])
     whole = next((each.shown_as for each in settings if each.needs_whole_groups), None)
     if whole is not None:
@@ -410,6 +416,8 @@ def serve_reward_command(
     if (certificate is None) != (key is None):
         raise ConfigError("--certificate and --key: give both, or none of them")
     if environment is not None:
+        from digenrl.commands.support.reward_environment import serve_in_environment
+
         listening = ["--host", host, "--port", str(port), "--token-env", token_env]
         secured = [] if key is None else ["--certificate", str(certificate), "--key", str(key)]
         serve_in_environment(environment, settings, [*rewards, *listening, *secured], inherit, rebuild)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from digenrl.config.limits import SIMULATED_SEARCH_BUDGET
 from digenrl.config.spec import read_spec
 from digenrl.loop import drive
 from digenrl.records import SampleId, WorkerLost
 from digenrl.scheduling.invariants import Auditor
-from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate
+from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 from digenrl.telemetry.gantt_svg import gantt_svg

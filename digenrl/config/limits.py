@@ -24,6 +24,7 @@ SAMPLES_PER_STEP = 1_048_576
 DRAWN_PROMPTS = 100_000  # of a prompt set
 PROMPT_CHARACTERS = 20_000
 NESTED_KEYS = 64
+SIMULATED_SEARCH_BUDGET = 200_000  # nodes; a simulation need not decide as quickly as a live run
 LONGEST_S = 10_000_000  # seconds of one job: about four months
 VALUES_IN_A_FILE = 1_000_000
 

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 
+from digenrl.config.limits import SIMULATED_SEARCH_BUDGET
 from digenrl.config.spec import Spec
 from digenrl.simulation.answer import Answer
-from digenrl.simulation.simulator import SIMULATED_SEARCH_BUDGET, simulate
+from digenrl.simulation.simulator import simulate
 
 DEFAULT_STALE_FRACTION = Decimal("0.5")
 

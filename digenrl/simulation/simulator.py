@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from digenrl.config.limits import SIMULATED_SEARCH_BUDGET
 from digenrl.config.spec import Spec
 from digenrl.loop import drive
 from digenrl.scheduling import SchedulerState
@@ -15,9 +16,6 @@ from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import GENERATOR_POOL, TRAINER_LANE, TRAINER_POOL, Trace, Work
-
-# A simulation need not decide quickly, so its search may visit far more nodes than that of a live run.
-SIMULATED_SEARCH_BUDGET = 200_000
 
 
 @dataclass(frozen=True, slots=True)

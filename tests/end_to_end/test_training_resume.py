@@ -276,10 +276,13 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_and_the_last_good_one_
     assert live.resume(run, f"steps={steps}", "mode=colocated") is Status.FINISHED
 
 
-def test_the_driver_needs_no_torch() -> None:
+def test_help_needs_no_settings_and_the_driver_no_torch() -> None:
     look = (
-        "import sys, digenrl.commands.train, digenrl.cli;"
-        "heavy = {'torch', 'diffusers', 'transformers', 'safetensors'} & sys.modules.keys();"
+        "import sys, digenrl.cli;"
+        "heavy = {'omegaconf', 'digenrl.config.profiles', 'digenrl.config.recipes', 'digenrl.config.rewards',"
+        " 'digenrl.config.spec', 'digenrl.records', 'digenrl.scheduling'} & sys.modules.keys();"
+        "import digenrl.commands.train;"
+        "heavy |= {'torch', 'diffusers', 'transformers', 'safetensors'} & sys.modules.keys();"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     found = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=False)

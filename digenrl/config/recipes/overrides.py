@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel
 
@@ -58,7 +58,20 @@ def apply_override(config: DictConfig, override: Override) -> None:
         merge = both_mappings and REPLACED_BY.get(override.key) not in override.value
         OmegaConf.update(config, override.key, override.value, merge=merge)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{override.text}: {omegaconf_message(error)}") from None
+        reason = _about_list(config, override.key) or omegaconf_message(error)
+        raise ConfigError(f"{override.text}: {reason}") from None
+
+
+def _about_list(config: DictConfig, key: str) -> str:
+    """How to name an entry of the first list above a key that is in none of its entries; empty without a list."""
+    parts = key.split(".")
+    for depth in range(1, len(parts)):
+        above, below = ".".join(parts[:depth]), parts[depth:]
+        found = OmegaConf.select(config, above)
+        if isinstance(found, ListConfig):
+            entry = ".".join([above, "0", *(below[1:] if below[0].isdecimal() else below)])
+            return f"'{above}' is a list of {len(found)}, counted from 0; write {entry}, or replace the list"
+    return ""
 
 
 def blame(error: ConfigError, overrides: Sequence[Override], otherwise: str) -> ConfigError:

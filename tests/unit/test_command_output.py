@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from digenrl.cli import app
 from digenrl.commands.support.output import print_written
+from digenrl.commands.support.output_folders import new_folder
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import read_recipe
 from digenrl.config.spec import Spec
@@ -134,3 +135,9 @@ def test_brackets_in_a_path_are_printed_as_they_are(capsys: pytest.CaptureFixtur
     path = Path("runs", "[red]cats", "[/x] :cat:")
     print_written(path)
     assert capsys.readouterr().out == f"wrote {path}\n"
+
+
+def test_a_file_is_not_a_folder_to_write_to(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("")
+    with pytest.raises(ConfigError, match="notes: is a file"), new_folder(tmp_path / "notes", tmp_path, "name"):
+        pass

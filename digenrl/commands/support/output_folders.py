@@ -25,6 +25,8 @@ def new_folder(given: Path | None, parent: Path, name: str) -> Iterator[Path]:
             given.mkdir(parents=True, exist_ok=True)
         folder = given or _numbered_path(parent, name)
         inside = sorted(folder.iterdir())
+    except FileExistsError:
+        raise ConfigError(f"--out: {given}: is a file; name a new folder") from None
     except OSError as error:
         raise ConfigError(f"--out: {given}: cannot be written: {error.strerror or error}") from None
     if inside:

@@ -364,7 +364,7 @@ def test_a_folder_that_is_not_empty_is_never_written_to(run: Path, tmp_path: Pat
     with pytest.raises(ConfigError, match=r"not empty.*mine.txt"):
         sample(run, "--out", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="is a file; name a new folder"):
         sample(run, "--out", tmp_path / "mine.txt")
 
 

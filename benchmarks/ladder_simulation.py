@@ -238,7 +238,7 @@ def both_directions(
     """
     sizes = [size for size in workload.slice_sizes() if size > 1] or [1]
     specs = [_node_spec(workload, pools, steps, job).with_rules(stale_fraction=stale_share) for job in sizes]
-    alone_s = min(schedule_if_lanes_do_both(spec).makespan() for spec in specs)
+    alone_s = min(schedule_if_lanes_do_both(spec).makespan for spec in specs)
     in_turns_s = min(predict_makespan(with_best_slice(_in_turns(spec, workload, pools))) for spec in specs)
     return NodeSchedule(min(alone_s, in_turns_s), in_turns_s <= alone_s)
 

@@ -141,8 +141,10 @@ def _check_something_is_left(folder: RunFolder, recipe: Recipe, resume_point: Re
     end = kept_positions(folder, resume_point.position)["evaluations"]
     only_evaluates = done == recipe.steps and evaluation_is_due(folder, recipe, done, end)
     if done >= recipe.steps and not only_evaluates:
-        count = f"{done} of {recipe.steps} steps are done"
-        raise ConfigError(f"{folder.path}: {count}; to continue, set more, such as steps={done * 2}")
+        raise ConfigError(
+            f"{folder.path}: steps is {recipe.steps}, and {done} are done; "
+            f"to continue, set more, such as steps={done * 2}"
+        )
 
 
 def _set_checkpoints_aside(folder: RunFolder, tell: Callable[[str], None]) -> None:

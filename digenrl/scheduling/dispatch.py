@@ -186,7 +186,5 @@ def expected_end_ns(state: SchedulerState, lane: Lane) -> int:
     job = lane.job
     assert job is not None
     if isinstance(job, Generate):
-        if not lane.take_ns:
-            return job.issued_ns + lane.slice_ns
         return job.issued_ns + lane.expected_ns(state.terms.slices_in(job.slice.size))
     return job.issued_ns + state.costs.evaluate_ns

@@ -32,13 +32,7 @@ class ChosenSchedule:
 
     spec: Spec
     rule: SharedWorkRule | None
-    known_makespan: float | None = None  # seconds
-
-    def makespan(self) -> float:
-        """The makespan in seconds; simulated if it is not known."""
-        if self.known_makespan is not None:
-            return self.known_makespan
-        return makespan_ns(self.initial_state(search_budget=0)) / NS_PER_SECOND
+    makespan: float  # seconds
 
     def initial_state(self, search_budget: int) -> SchedulerState:
         if self.rule is None:
@@ -59,23 +53,26 @@ def choose_schedule(spec: Spec, predict: PredictMakespan) -> ChosenSchedule:
     """The schedule for a SPEC whose lanes do both, by its help rule."""
     expected_ns = cache(partial(_expected_ns, spec))
     if spec.policy.help == "greedy":
-        return ChosenSchedule(spec, min((greedy_rule(size) for size in _sizes(spec)), key=expected_ns))
+        return _shared_schedule(spec, min((greedy_rule(size) for size in _sizes(spec)), key=expected_ns))
     # The best rules by their forecasts, compared on the scheduler itself.
     rules = best_rules(lambda rule: initial_shared_state(spec, rule), max(_sizes(spec)))
     terms = initial_shared_state(spec, rules[0]).terms
-    best = ChosenSchedule(spec, best_stale_work(rules, terms, expected_ns))
+    best = _shared_schedule(spec, best_stale_work(rules, terms, expected_ns))
     if spec.policy.help == "search":
         return best
-    shortest = best.makespan()
     for simpler in (
         spec.with_rules(assist="trainer", help="auto"),
         spec.with_rules(assist="none", help="none"),
         spec.with_rules(colocated=True),
     ):
         resolved, makespan = predict(simpler)
-        if makespan <= shortest:
-            best, shortest = ChosenSchedule(resolved, None, makespan), makespan
+        if makespan <= best.makespan:
+            best = ChosenSchedule(resolved, None, makespan)
     return best
+
+
+def _shared_schedule(spec: Spec, rule: SharedWorkRule) -> ChosenSchedule:
+    return ChosenSchedule(spec, rule, makespan_ns(initial_shared_state(spec, rule)) / NS_PER_SECOND)
 
 
 def _expected_ns(spec: Spec, rule: SharedWorkRule) -> int:

@@ -23,7 +23,7 @@ SEARCH_BUDGET = 5_000
 def predict_makespan(spec: Spec, search_budget: int = SEARCH_BUDGET) -> float:
     """The makespan in seconds; with `slice: auto`, that of the best slice size."""
     if spec.shares_work:
-        return schedule_if_lanes_do_both(spec, search_budget).makespan()
+        return schedule_if_lanes_do_both(spec, search_budget).makespan
     if spec.slice == "auto":
         return predict_makespan(with_best_slice(spec, search_budget), search_budget)
     start = initial_scheduler_state(spec, search_budget)

@@ -60,7 +60,7 @@ class Transport(Protocol):
         """Sends a job; does nothing if the worker is gone."""
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
-        """Messages that have arrived, one or more of each worker; waits for the first one up to the timeout.
+        """Messages that have arrived, at least the first of every worker; waits for one up to the timeout.
 
         A worker that gives no sign of life for the recipe's `lanes.patience_s` is killed and reported as gone.
         """

@@ -1,7 +1,7 @@
 """Imported last by the fork server: workers then share the memory of all that it has loaded.
 
-A garbage collection writes to every object that it visits, so each worker would get its own copy. Nor is there one
-before the objects are frozen: it would take 0.6 s and free next to nothing. When the driver is gone, the fork
+A garbage collection writes to every object that it visits, so each worker would get its own copy. There is none
+before the freeze either: it would free almost nothing and delay the workers. When the driver is gone, the fork
 server exits without unloading all modules, which would take a second.
 """
 

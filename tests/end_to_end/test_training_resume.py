@@ -171,7 +171,7 @@ def test_a_run_that_lacks_its_last_evaluation_makes_up_for_it_and_a_finished_one
         metrics.write("garbage\n")
     assert live.resume(folder.path) is Status.FINISHED
     assert [line["reward_mean"] for line in lines_of(folder.evaluations)] == rewards
-    with pytest.raises(ConfigError, match=r"2 of 2 steps are done.* steps=4"):
+    with pytest.raises(ConfigError, match=r"steps is 2, and 2 are done.* steps=4"):
         live.resume(folder.path)
     assert live.resume(folder.path, "steps=3", "mode=local") is Status.FINISHED
     assert trained(folder, 3) == trained(live.finished("mode=colocated"), 3)

@@ -426,15 +426,6 @@ def test_search_beats_greedy_where_cards_differ_and_tells_who_did_what() -> None
     assert searched.assisted_samples < greedy.assisted_samples
 
 
-@pytest.mark.parametrize("rule", ["greedy", "search"])
-def test_the_chosen_schedule_is_simulated_once(monkeypatch: pytest.MonkeyPatch, rule: str) -> None:
-    def unneeded(initial: SchedulerState) -> int:
-        raise AssertionError("the makespan was simulated although nothing is compared with it")
-
-    monkeypatch.setattr("digenrl.simulation.both_directions.makespan_ns", unneeded)
-    assert simulate(spec_of(TWO_CARDS).with_rules(help=rule)).answer.makespan > 0
-
-
 def test_idle_shares_count_generating_training_and_switching() -> None:
     answer = simulate(spec_of(TWO_CARDS)).answer
     assert answer.makespan == 11

@@ -29,7 +29,7 @@ def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
     """The future from a bubble of `state` on, after generators have taken what they may."""
     terms = state.terms
     generators = [
-        lane for lane in state.lanes if lane.present and lane.slice_ns and (terms.colocated or not lane.helper)
+        lane for lane in state.lanes if lane.present and lane.calibrated and (terms.colocated or not lane.helper)
     ]
     classes, class_of = _classes(state.costs, generators)
     constants = ForecastConstants(state, classes)
@@ -89,13 +89,12 @@ def _versions_ahead(
     """The newest version on any generator lane of each link, and when each later one is expected to arrive."""
     published: list[int] = []
     publications: list[tuple[int, int, int]] = []
-    of_links: list[list[Lane]] = [[] for _ in constants.publish_ns]
-    if len(of_links) == 1:
-        of_links = [generators]
-    else:
-        for lane in generators:
-            of_links[constants.publish_ns.index(state.costs.publication_ns(lane.publish_ns))].append(lane)
-    for link, (publish_ns, lanes) in enumerate(zip(constants.publish_ns, of_links, strict=True)):
+    own_ns = {lane.publish_ns for lane in generators}
+    link_of = {own: constants.publish_ns.index(state.costs.publication_ns(own)) for own in own_ns}
+    lanes_of: list[list[Lane]] = [[] for _ in constants.publish_ns]
+    for lane in generators:
+        lanes_of[link_of[lane.publish_ns]].append(lane)
+    for link, (publish_ns, lanes) in enumerate(zip(constants.publish_ns, lanes_of, strict=True)):
         newest = max([lane.version for lane in lanes])
         ahead = [
             (max(at_ns + 1, sent_ns + publish_ns), link, version)
@@ -156,11 +155,9 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
     terms, position = state.terms, positions(state.terms)
     members: dict[tuple[int, int, int], list[Member]] = {}
     twice = state.void_jobs | {copy for _, copy in state.copies}  # slices that others generate as well
-    busy = [(lane, lane.job) for lane in state.lanes if lane.job is not None and lane.slice_ns]
+    busy = [(lane, lane.job) for lane in state.lanes if lane.job is not None and lane.calibrated]
     for lane, job in busy:
-        end = expected_end_ns(state, lane)
-        if end <= at_ns:
-            end = at_ns + 1
+        end = max(at_ns + 1, expected_end_ns(state, lane))
         lane_class = HELPER_CLASS if lane.helper else class_of[lane.publish_ns, lane.slice_ns, lane.take_ns]
         step, member = NO_STEP, (0, 0, 0)
         if isinstance(job, Generate):
@@ -169,11 +166,7 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
                 step, member = piece.step, (position(piece), piece.group, piece.size // terms.slice_size)
         elif isinstance(job, Evaluate) and is_wanted(state, job.chunk):
             step = HELD_OUT
-        key = (end, lane_class, step)
-        if key in members:
-            members[key].append(member)
-        else:
-            members[key] = [member]
+        members.setdefault((end, lane_class, step), []).append(member)
     rounded = len(members) > MOST_BUNDLES
     if rounded:
         members = _with_rounded_ends(members, min(lane.slice_ns for lane, _ in busy))

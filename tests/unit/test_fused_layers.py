@@ -20,6 +20,7 @@ from digenrl.models.blocks import repeated_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.families.parts.qwen_attention import rotated
 from digenrl.models.passes.fused_gelu import LinearWithGelu, fuse_gelus, gelu_by_sigmoid
+from digenrl.models.passes.own_outputs import own_outputs
 from digenrl.models.passes.row_kernels import LONGEST_ROW, is_row
 from digenrl.testing.tiny_models import tiny_size
 
@@ -124,6 +125,24 @@ def test_the_exact_gelu_is_left_as_it_is_and_a_sigmoid_gives_the_one_by_tanh() -
     torch.testing.assert_close(
         gelu_by_sigmoid(x), nn.functional.gelu(x, approximate="tanh"), rtol=1e-12, atol=1e-14
     )
+
+
+@pytest.mark.parametrize("family", ["flux", "hunyuan_video"])
+def test_blocks_with_own_outputs_return_the_values_and_gradients_of_slices(family: str) -> None:
+    model, found = tiny_model(family, torch.float32), []
+    single = repeated_blocks(model.transformer)[-1]
+    add_lora(model, rank=2, alpha=4, seed=3)
+    adapters = [p for n, p in model.transformer.named_parameters() if ".lora_" in n]
+    outputs: list[Tensor] = []
+    single.register_forward_hook(lambda _block, _inputs, output: outputs.extend(output))
+    for _ in range(2):
+        velocity = velocity_of(model)
+        found.append([velocity, *torch.autograd.grad(velocity.square().sum(), adapters, materialize_grads=True)])
+        own_outputs(single)
+    sliced, own = outputs[:2], outputs[2:]
+    assert all(each._is_view() for each in sliced) and not any(each._is_view() for each in own)
+    assert all(each.is_contiguous() for each in own)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from digenrl.models.blocks import change_arguments, repeated_blocks
 from digenrl.models.contract import DiffusionModel
 from digenrl.models.passes.attention import AttentionProcessor
 from digenrl.models.passes.fused_gelu import fuse_gelus
+from digenrl.models.passes.own_outputs import own_outputs
 from digenrl.models.passes.row_kernels import keep_rows_in_registers
 from digenrl.models.quantized.feed_forward import fuse_feed_forwards
 from digenrl.models.quantized.layers import QuantizedLinear
@@ -41,6 +42,7 @@ def compile_blocks(model: DiffusionModel, backend: str | Callable[..., Any] = "i
         if real:
             fuse_gelus(block)
             fuse_feed_forwards(block)
+            own_outputs(block)
         change_arguments(block, partial(_normalized, model))
         # The forward, not the module: calling a module runs the same code for every kind of block, and graphs are
         # cached and counted per code object.

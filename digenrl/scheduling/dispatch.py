@@ -185,6 +185,7 @@ def expected_end_ns(state: SchedulerState, lane: Lane) -> int:
     """When a busy lane is expected to finish its job."""
     job = lane.job
     assert job is not None
-    if isinstance(job, Generate):
-        return job.issued_ns + lane.expected_ns(state.terms.slices_in(job.slice.size))
-    return job.issued_ns + state.costs.evaluate_ns
+    if not isinstance(job, Generate):
+        return job.issued_ns + state.costs.evaluate_ns
+    slices = state.terms.slices_in(job.slice.size) if lane.take_ns else 1
+    return job.issued_ns + lane.expected_ns(slices)

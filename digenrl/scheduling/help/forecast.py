@@ -306,8 +306,7 @@ class Forecast:
             place += units
             single = constants.by_sample
             for nth in range(place - units, place) if single else (place - 1,):
-                turns, lane = divmod(nth, scorers)
-                end = ready[lane] + score_ns * (turns + 1)
+                end = ready[nth % scorers] + score_ns * (nth // scorers + 1)
                 if round_ns > 1:
                     end = -(-end // round_ns) * round_ns
                 count = (group, unit if single else units * unit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from heapq import heapify, heappush
 
 from digenrl.records import Evaluate, Generate, LaneOffer, Score, Slice
@@ -31,16 +31,21 @@ def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
     generators = [
         lane for lane in state.lanes if lane.present and lane.calibrated and (terms.colocated or not lane.helper)
     ]
-    classes, class_of = _classes(state.costs, generators)
+    by_kind: dict[Kind, list[Lane]] = {}
+    for lane in generators:
+        by_kind.setdefault((lane.publish_ns, lane.slice_ns, lane.take_ns), []).append(lane)
+    classes, class_of = _classes(state.costs, by_kind)
     constants = ForecastConstants(state, classes)
     sent = max([lane.sent_version for lane in generators], default=state.committed)
-    published, publications = _versions_ahead(state, constants, generators, at_ns)
+    published, publications = _versions_ahead(state, constants, by_kind, at_ns)
     idle, without_weights = [0] * len(classes), [0] * len(classes)
     for lane in (state.lanes[index] for index in state.idle):
         lane_class = class_of[lane.publish_ns, lane.slice_ns, lane.take_ns]
         has_weights = lane.version >= published[constants.class_link[lane_class]]
         (idle if has_weights else without_weights)[lane_class] += 1
-    running = _bundles_under_way(state, at_ns, class_of)
+    helpers = [lane for lane in state.lanes if lane.helper and lane.calibrated and not terms.colocated]
+    by_class = [(HELPER_CLASS, helpers), *((class_of[kind], lanes) for kind, lanes in by_kind.items())]
+    running = _bundles_under_way(state, at_ns, by_class)
     for lane_class, lanes in enumerate(without_weights):
         if lanes:
             link = constants.class_link[lane_class]
@@ -84,16 +89,14 @@ def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
 
 
 def _versions_ahead(
-    state: SchedulerState, constants: ForecastConstants, generators: list[Lane], at_ns: int
+    state: SchedulerState, constants: ForecastConstants, by_kind: Mapping[Kind, list[Lane]], at_ns: int
 ) -> tuple[list[int], list[tuple[int, int, int]]]:
     """The newest version on any generator lane of each link, and when each later one is expected to arrive."""
     published: list[int] = []
     publications: list[tuple[int, int, int]] = []
-    own_ns = {lane.publish_ns for lane in generators}
-    link_of = {own: constants.publish_ns.index(state.costs.publication_ns(own)) for own in own_ns}
     lanes_of: list[list[Lane]] = [[] for _ in constants.publish_ns]
-    for lane in generators:
-        lanes_of[link_of[lane.publish_ns]].append(lane)
+    for (own_ns, _, _), alike in by_kind.items():
+        lanes_of[constants.publish_ns.index(state.costs.publication_ns(own_ns))] += alike
     for link, (publish_ns, lanes) in enumerate(zip(constants.publish_ns, lanes_of, strict=True)):
         newest = max([lane.version for lane in lanes])
         ahead = [
@@ -121,12 +124,11 @@ def _loaded_ns(state: SchedulerState, at_ns: int, version: int, publish_ns: int)
     return max(at_ns + 1, sent_ns + publish_ns)
 
 
-def _classes(costs: Costs, generators: list[Lane]) -> tuple[tuple[LaneOffer, ...], dict[Kind, int]]:
+def _classes(costs: Costs, own: Collection[Kind]) -> tuple[tuple[LaneOffer, ...], dict[Kind, int]]:
     """The offer of each class of lanes, fastest first, and the class of each kind of lane.
 
     If there are many kinds, as with measured times, a class holds lanes of nearly equal speed.
     """
-    own = {(lane.publish_ns, lane.slice_ns, lane.take_ns) for lane in generators}
     resolved = {kind: (costs.publication_ns(kind[0]), *kind[1:]) for kind in own}
     kinds = set(resolved.values())
     classes: list[list[Kind]] = []
@@ -150,15 +152,18 @@ def _offer(members: list[Kind]) -> LaneOffer:
     return LaneOffer("", slice_ns, len(take_ns) or 1, take_ns, publish_ns=publish_ns)
 
 
-def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, int]) -> list[Bundle]:
+def _bundles_under_way(
+    state: SchedulerState, at_ns: int, by_class: Sequence[tuple[int, list[Lane]]]
+) -> list[Bundle]:
     """The lanes' jobs as bundles. Overdue jobs are expected to end in the next instant."""
     terms, position = state.terms, positions(state.terms)
     members: dict[tuple[int, int, int], list[Member]] = {}
     twice = state.void_jobs | {copy for _, copy in state.copies}  # slices that others generate as well
-    busy = [(lane, lane.job) for lane in state.lanes if lane.job is not None and lane.calibrated]
-    for lane, job in busy:
+    busy = [
+        (lane_class, lane, lane.job) for lane_class, lanes in by_class for lane in lanes if lane.job is not None
+    ]
+    for lane_class, lane, job in busy:
         end = max(at_ns + 1, expected_end_ns(state, lane))
-        lane_class = HELPER_CLASS if lane.helper else class_of[lane.publish_ns, lane.slice_ns, lane.take_ns]
         step, member = NO_STEP, (0, 0, 0)
         if isinstance(job, Generate):
             piece = job.slice
@@ -169,11 +174,11 @@ def _bundles_under_way(state: SchedulerState, at_ns: int, class_of: dict[Kind, i
         members.setdefault((end, lane_class, step), []).append(member)
     rounded = len(members) > MOST_BUNDLES
     if rounded:
-        members = _with_rounded_ends(members, min(lane.slice_ns for lane, _ in busy))
+        members = _with_rounded_ends(members, min(lane.slice_ns for _, lane, _ in busy))
     bundles: list[Bundle] = []
     for (end, lane_class, step), places in members.items():
         for stretch in (sorted(places),) if rounded else _stretches(sorted(places)):
-            runs = tuple((group, slices) for _, group, slices in stretch if slices)
+            runs = tuple([(group, slices) for _, group, slices in stretch if slices])
             order = step * terms.slices_per_step + stretch[0][0]
             bundles.append((end, order, lane_class, step, len(stretch), runs))
     heapify(bundles)

@@ -53,7 +53,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Model, "from_pretrained", unreachable)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.36.1")
     monkeypatch.delitem(sys.modules, "digenrl.rewards.deqa", raising=False)
-    with pytest.raises(ConfigError, match=r"^zhiyuanyou/DeQA-Score-Mix3: cannot be loaded: .*connect.*$"):
+    with pytest.raises(ConfigError, match=r"^zhiyuanyou/DeQA-Score-Mix3: no such directory, .* cannot be loaded: .*connect.*$"):
         build_reward(parse_reward(SETTINGS))
 
 

@@ -51,7 +51,8 @@ def load_pretrained(load: Callable[..., Loaded], model: str, **options: Any) -> 
     try:
         return load(where, **{"local_files_only": local, "trust_remote_code": False, **options})
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise ConfigError(f"{model}: cannot be loaded: {one_line(error)}") from error
+        what = "cannot be loaded" if local else "no such directory, and as a hub id it cannot be loaded"
+        raise ConfigError(f"{model}: {what}: {one_line(error)}") from error
 
 
 def load_whole_model(load: Callable[..., Any], model: str, **options: Any) -> Any:
@@ -77,7 +78,7 @@ def find_file(model: str, name: str) -> Path:
     try:
         return Path(hf_hub_download(model, name))
     except OSError as error:
-        raise ConfigError(f"{model}: cannot fetch {name}: {one_line(error)}") from error
+        raise ConfigError(f"{model}: no such directory, and the hub does not give {name}: {one_line(error)}") from error
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from PIL import Image
 from torch import Tensor
 
@@ -34,7 +33,7 @@ class Model(torch.nn.Module):
 
 
 def test_the_score_is_a_share_of_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers, "AutoModelForCausalLM", Model)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM", Model)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.36.1")
     monkeypatch.delitem(sys.modules, "digenrl.rewards.deqa", raising=False)
     pixels = torch.zeros(3, 1, 3, 8, 8)
@@ -49,11 +48,13 @@ def test_a_model_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPat
     def unreachable(source: str, **arguments: Any) -> Model:
         raise OSError("We couldn't connect to the hub\nto load this file")
 
-    monkeypatch.setattr(transformers, "AutoModelForCausalLM", Model)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM", Model)
     monkeypatch.setattr(Model, "from_pretrained", unreachable)
     monkeypatch.setattr("importlib.metadata.version", lambda name: "4.36.1")
     monkeypatch.delitem(sys.modules, "digenrl.rewards.deqa", raising=False)
-    with pytest.raises(ConfigError, match=r"^zhiyuanyou/DeQA-Score-Mix3: no such directory, .* cannot be loaded: .*connect.*$"):
+    with pytest.raises(
+        ConfigError, match=r"^zhiyuanyou/DeQA-Score-Mix3: no such directory, .* cannot be loaded: .*connect.*$"
+    ):
         build_reward(parse_reward(SETTINGS))
 
 

@@ -78,7 +78,9 @@ def find_file(model: str, name: str) -> Path:
     try:
         return Path(hf_hub_download(model, name))
     except OSError as error:
-        raise ConfigError(f"{model}: no such directory, and the hub does not give {name}: {one_line(error)}") from error
+        raise ConfigError(
+            f"{model}: no such directory, and the hub does not give {name}: {one_line(error)}"
+        ) from error
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:

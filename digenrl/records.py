@@ -117,7 +117,7 @@ class LaneOffer:
 
 @dataclass(frozen=True, slots=True)
 class PromptRow:
-    """A prompt and the name of its encoded row, which also holds its images.
+    """A prompt and the name of its encoded row, which also holds its images. Errors say `where` it is.
 
     If it is `paired`, its group has two samples that are not generated: its chosen and its rejected image.
     """
@@ -128,6 +128,7 @@ class PromptRow:
     sources: int = 0  # number of source images
     held_out: bool = False
     paired: bool = False
+    where: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,4 +90,4 @@ def _row(prompt: Prompt, held_out: bool) -> PromptRow:
     """The prompt with the name of its row, by kind and place in its file. Held-out prompts have no pair."""
     name = f"{'held-out-prompt' if held_out else 'prompt'}-{prompt.id}"
     paired = bool(prompt.pair) and not held_out
-    return PromptRow(name, prompt.text, prompt.metadata, len(prompt.images), held_out, paired)
+    return PromptRow(name, prompt.text, prompt.metadata, len(prompt.images), held_out, paired, prompt.where)

@@ -90,7 +90,8 @@ def _decoded(content: bytes, where: str) -> Image.Image:
         try:
             upright = ImageOps.exif_transpose(image)
         except (OSError, SyntaxError, ValueError) as error:
-            raise ConfigError(f"{where}: an image of it cannot be decoded: {one_line(error)}") from None
+            why = f"an image of it cannot be decoded: {one_line(error)}"
+            raise ConfigError(f"{where}: {why}; replace it") from None
         if upright.mode.startswith("I"):  # 16 bits per pixel, which Pillow would cut at 255
             return upright.convert("I").point(lambda value: value * (1 / 257)).convert("L").convert("RGB")
         if not upright.has_transparency_data:
@@ -105,7 +106,7 @@ def _opened(image: ImageSource, where: str) -> Image.Image:
         if opened.mode == "F":
             raise OSError("its pixels are floating-point numbers; save it with 8 or 16 bits per color")
         return opened
-    except (OSError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
         raise _unreadable(image, where, error) from None
 
 

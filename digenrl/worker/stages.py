@@ -159,8 +159,8 @@ class Stages:
         """
         assert self.parts.encoder is not None
         for prompt, contents in zip(job.prompts, job.images or [()] * len(job.prompts), strict=True):
-            images = source_images(self._blueprint, contents[: prompt.sources], prompt.row, prompt.held_out)
-            pair = paired_images(self._blueprint, contents[prompt.sources :], prompt.row)
+            images = source_images(self._blueprint, contents[: prompt.sources], prompt.where, prompt.held_out)
+            pair = paired_images(self._blueprint, contents[prompt.sources :], prompt.where)
             row = encode_prompt(self._blueprint, self.parts.encoder, prompt.text, images, prompt.held_out)
             tensors = conditioning_tensors(row.to("cpu"))
             self._exchange.put(prompt.row, tensors | image_tensors(images, SOURCE) | image_tensors(pair, PAIR))

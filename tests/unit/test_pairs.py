@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any, cast
 
 import pyarrow
 import pytest
@@ -24,13 +25,14 @@ from digenrl.planning.facts.workload import workload_for
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.source_images import as_png, check_images, pair_bytes, read_images
 from digenrl.prompts.sources import Prompt, read_prompts
-from digenrl.records import HELD_OUT_STEP, Slice
+from digenrl.records import HELD_OUT_STEP, Encode, Slice
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import PREFERRED, RewardError
 from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.worker.blueprint import load_model, read_blueprint
 from digenrl.worker.checks.preflight import inspect_here
 from digenrl.worker.rollouts import plan
+from digenrl.worker.stages import Stages, WorkerParts
 from digenrl.worker.tensor_files import PAIR, image_tensors, images_of
 
 GOOD, BAD = as_png(picture(0, 16, 16)), as_png(picture(1, 40, 20))
@@ -48,6 +50,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "good.png").write_bytes(GOOD)
     (tmp_path / "bad.png").write_bytes(BAD)
     (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "wide.ppm").write_text("P6 wide 1 255 ")
     return tmp_path
 
 
@@ -68,6 +71,7 @@ def test_a_pair_is_two_columns_which_are_no_metadata(folder: Path) -> None:
         ({"chosen": 3, "rejected": "bad.png"}, r"pairs\.jsonl:1: 'chosen' must be"),
         ({"chosen": "good.png", "rejected": "absent.png"}, r"pairs\.jsonl:1: .*absent\.png does not exist"),
         ({"chosen": "text.png", "rejected": "bad.png"}, r"pairs\.jsonl:1: .*text\.png is not an image"),
+        ({"chosen": "wide.ppm", "rejected": "bad.png"}, r"pairs\.jsonl:1: .*wide\.ppm cannot be read"),
     ],
 )
 def test_a_bad_pair_is_refused_with_its_line(folder: Path, record: dict[str, object], message: str) -> None:
@@ -97,6 +101,18 @@ def test_the_driver_sends_pairs_of_training_prompts_after_their_source_images(fo
     row, held_out = store.row(0, 0), store.row(HELD_OUT_STEP, 0)
     assert (row.paired, row.sources, held_out.paired) == (True, 1, False)
     assert store.images([row, held_out]) == ((BAD, GOOD, BAD), (BAD,))
+
+
+def test_a_damaged_image_is_named_by_the_line_of_its_pair(folder: Path) -> None:
+    """Images are decoded when they are encoded; before that, their headers are read."""
+    (folder / "cut.png").write_bytes(BAD[:-100])
+    prompts = pairs_in(folder, {"prompt": "a cat", "chosen": "good.png", "rejected": "cut.png"})
+    check_images(prompts)
+    store = PromptStore(PromptSampler(prompts, 1, seed=0), lambda row: None)
+    row, unused = store.row(0, 0), cast(Any, object())
+    stages = Stages(WorkerParts(read_blueprint(read_recipe("pairs_demo")), unused, encoder=unused))
+    with pytest.raises(ConfigError, match=r"pairs\.jsonl:1: .*cannot be decoded.*replace"):
+        stages.encode(Encode(0, 0, step=0, groups=(0,), prompts=(row,), images=store.images([row])))
 
 
 @pytest.mark.parametrize(

@@ -96,8 +96,8 @@ class HeldOut:
         scores = self._scores(chunks)
         grid = write_grid(self._folder, version, self._pictures(version), scores)
         numbers = {"reward_mean": fmean(score.reward for score in scores)}
-        for name in sorted(scores[0].parts):
-            numbers[f"reward/{name}"] = fmean(score.parts[name] for score in scores)
+        for name in sorted({name for score in scores for name in score.parts}):
+            numbers[f"reward/{name}"] = fmean(score.parts[name] for score in scores if name in score.parts)
         where = str(grid.relative_to(self._folder.path))
         settings = evaluation_fingerprint(self._folder.recipe)
         record = EvaluationRecord(version, at_ns / NS_PER_SECOND, len(scores), numbers, where, settings)

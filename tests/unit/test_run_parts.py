@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import fake_workers
 import pytest
 from fake_workers import FakeRun, fake_recipe
 from PIL import Image
@@ -33,6 +34,7 @@ from digenrl.records import (
     SampleId,
     Save,
     Score,
+    Scores,
     WorkerJoined,
     WorkerLost,
 )
@@ -200,9 +202,9 @@ def test_shuffled_rewards_are_the_same_numbers_in_an_order_that_ignores_them() -
 class RecordedRun:
     """A fake run in a real folder, with what a run records about checkpoints and evaluations."""
 
-    def __init__(self, tmp_path: Path, fails: Any = lambda job: None, **changes: Any) -> None:
+    def __init__(self, tmp_path: Path, fails: Any = lambda job: None, prompts: int = 3, **changes: Any) -> None:
         held_out = tmp_path / "held_out.txt"
-        held_out.write_text("one\ntwo\nthree\n")
+        held_out.write_text("".join(f"prompt {index}\n" for index in range(prompts)))
         evaluation = {"prompts": {"path": str(held_out)}, "every": 2, "batch": 1}
         self.folder = folder_of(tmp_path, evaluation=evaluation, **changes)
         self.lines = RunLines(self.folder)
@@ -210,7 +212,7 @@ class RecordedRun:
         root.mkdir()
         self.checkpointer = Checkpointer(self.folder, self.lines, RunPosition(0, 0, 0, self.lines.positions()))
         hooks = {"checkpoint_facts": self.checkpointer.facts}
-        self.run = FakeRun(root, self.folder.recipe, held_out=3, hooks=hooks, fails=fails)
+        self.run = FakeRun(root, self.folder.recipe, held_out=prompts, hooks=hooks, fails=fails)
         self.evaluations: list[EvaluationRecord] = []
         self.messages: list[str] = []
         rows = self.run.driver.stores.prompts.held_out
@@ -240,6 +242,21 @@ def test_a_run_is_evaluated_before_the_first_step_every_few_steps_and_after_the_
     assert run.evaluations[0].count == 3
     assert run.evaluations[0].grid == "samples/step_000000.png"
     assert not list(run.folder.samples.glob(".step_*"))
+
+
+def test_parts_that_only_some_chunks_have_are_averaged_over_these(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reward may explain scores differently by prompt, and chunks have different prompts: 4 and 1."""
+
+    def scores(count: int, first: int = 0) -> Scores:
+        return Scores((1.0,) * count, {f"of_{count}": (float(count),) * count, "all": (2.0,) * count})
+
+    monkeypatch.setattr(fake_workers, "_scores", scores)
+    run = RecordedRun(tmp_path, prompts=5, steps=1)
+    run.drive()
+    expected = {"reward_mean": 1.0, "reward/all": 2.0, "reward/of_1": 1.0, "reward/of_4": 4.0}
+    assert [each.values for each in run.evaluations] == [expected] * 2
 
 
 def test_a_resumed_run_evaluates_its_version_only_if_that_is_due_and_missing(tmp_path: Path) -> None:

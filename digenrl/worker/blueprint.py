@@ -119,6 +119,11 @@ def read_blueprint(recipe: Recipe, trains: bool = True) -> Blueprint:
         raise ConfigError(
             f"model.negative_prompt: {family.name} has embedded guidance and takes none; leave it out"
         )
+    if recipe.sample.source_size == "area" and "image_to_video" in family.tasks:
+        raise ConfigError(
+            f"sample.source_size: area, but source images of {family.name} are frames of the sample, and have its "
+            "size; set it to crop"
+        )
     family.check_text_tokens(recipe.model.text_tokens)
     own_shift = None if recipe.evaluation is None else recipe.evaluation.shift
     for key, shift in (("sample.shift", recipe.sample.shift), ("evaluation.shift", own_shift)):

@@ -66,6 +66,7 @@ def folder(tmp_path: Path) -> Path:
         ),
         ("sd3_one_gpu", "cats.txt", "sample.width=500", r"sample: .*multiples of 16, got 512 x 500"),
         ("flux_kontext_one_gpu", "one.jsonl", "sample.source_size=fit", r"sample\.source_size.*'crop' or 'area'"),
+        ("wan_i2v_one_gpu", "one.jsonl", "sample.source_size=area", r"sample\.source_size: area.*wan_i2v.* crop"),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_is_loaded(

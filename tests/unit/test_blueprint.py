@@ -9,6 +9,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import read_recipe
 from digenrl.records import Slice
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
+from digenrl.worker.checks.preflight import inspect_here
 from digenrl.worker.rollouts import plan, roll_out
 
 
@@ -108,3 +109,10 @@ def test_combinations_that_make_no_sense_are_refused_in_one_line(overrides, wher
 def test_groups_that_may_be_stale_follow_from_the_stale_share():
     assert blueprint_of("techniques.tcss=0.3").shape.stale_groups == 3  # of 8 prompts
     assert blueprint_of().shape.stale_groups == 0
+
+
+@pytest.mark.parametrize(("updates", "warned"), [(1, True), (2, False)])
+def test_a_run_that_is_too_short_for_its_moving_average_starts_with_a_warning(updates, warned, caplog):
+    options = f"algorithm={{name: flow_grpo, options: {{updates_per_batch: {updates}}}}}"
+    inspect_here(read_recipe("demo", ["steps=4", options, "training.ema={every_updates: 8}"]))
+    assert ("every_updates: 8, but the run takes 4 optimizer updates" in caplog.text) is warned

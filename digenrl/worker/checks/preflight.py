@@ -110,7 +110,19 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
     check_base(blueprint)
     check_sharding(blueprint)
     check_cards_per_sample(blueprint)
-    return distilled_warnings(blueprint), torch.cuda.device_count()
+    updates = recipe.steps * blueprint.algorithm.updates_per_batch
+    return [*distilled_warnings(blueprint), *_average_warnings(recipe, updates)], torch.cuda.device_count()
+
+
+def _average_warnings(recipe: Recipe, updates: int) -> list[str]:
+    """A warning if a run of this many optimizer updates is too short for its moving average."""
+    ema = recipe.training.ema
+    if ema is None or updates >= ema.every_updates:
+        return []
+    return [
+        f"training.ema.every_updates: {ema.every_updates}, but the run takes {updates} optimizer updates: its "
+        "moving average, which is exported, stays the initial policy; lower it, or set training.ema=null"
+    ]
 
 
 def _check_server(settings: ServerSettings, uses_ray: bool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from digenrl.config.reading import parse_model
 from digenrl.config.recipes.cluster import ClusterSettings
 from digenrl.planning.sites.proposal import ProbedMachine, proposal_text, proposed_cluster
 from digenrl.telemetry.writing import write_atomically
@@ -34,7 +35,7 @@ class ProbedCluster:
 
 def probe_cluster(address: str, notify: Callable[[str], None]) -> ProbedCluster:
     """Joins the cluster and measures all its links."""
-    cluster = open_cluster(ClusterSettings(address=address))
+    cluster = open_cluster(parse_model(ClusterSettings, {"address": address}))
     try:
         nodes = cluster.resources().nodes
         return ProbedCluster(tuple(_machine(node) for node in nodes), measure_links(nodes, notify))

@@ -152,6 +152,10 @@ def test_another_window_or_algorithm_replaces_all_settings_of_the_old_one(recipe
         ("algorithm.options.clpi=1", "'clip'"),
         ("sample.window={kind: fsat}", "'fast'"),
         ("prompts.path=demo/trin.txt", "'demo/train.txt'"),
+        ("cluster.trainer.labels.zone=1", "should be a string"),
+        ("cluster.address=head", "HOST:PORT"),
+        ("cluster.address=ray://head:10001", "HOST:PORT"),
+        ("cluster.address=head:637900", "HOST:PORT"),
     ],
 )
 def test_an_error_in_an_override_begins_with_the_override(recipe_file: Path, override: str, noun: str) -> None:

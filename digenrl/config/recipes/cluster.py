@@ -17,6 +17,14 @@ SITE_LABEL = "site"  # of `ray start --labels`: machines with the same value are
 WeightPatches = Literal["auto", "always", "never"]
 
 
+def host_and_port(address: str) -> tuple[str, int]:
+    """Of an address such as 10.0.0.1:6379 or [::1]:6379. Raises ValueError if it is not one."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"'{address}' is not auto, local or HOST:PORT; write it like 10.0.0.1:6379")
+    return host.strip("[]"), int(port)
+
+
 class WorkerResources(Frozen):
     """The resources of one worker, and the machines that may host it.
 
@@ -80,6 +88,13 @@ class ClusterSettings(Frozen):
     encoder: CpuWorkerResources = CpuWorkerResources()
     start_timeout_s: float = Field(default=10.0, gt=0, description="how long to wait for the cluster to answer")
     weight_patches: WeightPatches = "auto"
+
+    @field_validator("address")
+    @classmethod
+    def _address_has_a_port(cls, address: str) -> str:
+        if address not in ("auto", "local"):
+            host_and_port(address)
+        return address
 
     @field_validator("generators", mode="before")
     @classmethod

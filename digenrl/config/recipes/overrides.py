@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -125,9 +125,15 @@ def _check_key(override: Override) -> None:
         if part not in model.model_fields:
             hint = _nearest_key(parts, depth, list(model.model_fields))
             raise ConfigError(f"{override.text}: unknown key; {hint}")
-        if ".".join(parts[: depth + 1]) in OPEN_KEYS:
+        annotation = model.model_fields[part].annotation
+        if ".".join(parts[: depth + 1]) in OPEN_KEYS or _takes_mapping(annotation):
             return
-        model = model_inside(model.model_fields[part].annotation)
+        model = model_inside(annotation)
+
+
+def _takes_mapping(annotation: Any) -> bool:
+    """Whether it is a mapping such as `dict[str, float]`, alone or in a union: its keys are the user's."""
+    return get_origin(annotation) is dict or any(map(_takes_mapping, get_args(annotation)))
 
 
 def _nearest_key(parts: list[str], depth: int, siblings: list[str]) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.reading import ConfigError, one_line
-from digenrl.config.recipes.cluster import ClusterSettings
+from digenrl.config.recipes.cluster import ClusterSettings, host_and_port
 from digenrl.transports.ray import cleanup
 from digenrl.transports.ray.capacity import ClusterResources, NodeResources
 from digenrl.transports.ray.internals import (
@@ -92,19 +92,29 @@ def open_cluster(settings: ClusterSettings, min_cpus: int = 0) -> RayCluster:
         ) from None
     address: str | None = settings.address
     if address == "auto":
-        configured = os.environ.get("RAY_ADDRESS", "")
-        address = configured if configured not in ("", "auto", "local") else find_local_cluster()
+        address = _environment_address() or find_local_cluster()
     if address in (None, "local"):
         return _start(min_cpus)
     return _join(address, settings.start_timeout_s)
 
 
+def _environment_address() -> str | None:
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address in ("", "auto", "local"):
+        return None
+    try:
+        host_and_port(address)
+    except ValueError as error:
+        raise ConfigError(f"RAY_ADDRESS: {error}") from None
+    return address
+
+
 def find_local_cluster() -> str | None:
     """The address that `ray start` recorded on this machine, if the cluster still answers."""
     root = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    with suppress(OSError, ConfigError):
+    with suppress(OSError, ValueError):
         address = (Path(root) / "ray" / "ray_current_cluster").read_text().strip()
-        return address if _accepts_connections(*_host_and_port(address), timeout_s=1.0) else None
+        return address if _accepts_connections(*host_and_port(address), timeout_s=1.0) else None
     return None
 
 
@@ -193,8 +203,7 @@ def _join(address: str, timeout_s: float) -> RayCluster:
     """Checks everything that could go wrong first, because `ray.init` retries for a minute and explains less."""
     import ray
 
-    host, port = _host_and_port(address)
-    if not _accepts_connections(host, port, timeout_s):
+    if not _accepts_connections(*host_and_port(address), timeout_s):
         raise ConfigError(f"cluster.address: nothing answers at {address} within {timeout_s:g} s; {ADVICE}")
     client = _call_with_timeout(lambda: gcs_client(address), address, timeout_s)
     metadata, hosts = _call_with_timeout(lambda: _started_cluster(client, timeout_s), address, timeout_s)
@@ -206,15 +215,6 @@ def _join(address: str, timeout_s: float) -> RayCluster:
         raise ConfigError(f"cluster.address: cannot join {address}: {one_line(error)}; {ADVICE}") from error
     silence_cluster_messages()
     return RayCluster(address, None)
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError(
-            f"cluster.address: '{address}' is not auto, local or HOST:PORT; write it like 10.0.0.1:6379"
-        )
-    return host.strip("[]"), int(port)
 
 
 def _accepts_connections(host: str, port: int, timeout_s: float) -> bool:

@@ -141,6 +141,12 @@ def test_an_address_that_cannot_be_joined_is_explained_in_time() -> None:
         open_cluster(ClusterSettings(start_timeout_s=0.5))
 
 
+def test_a_missing_token_is_an_error() -> None:
+    nowhere = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "/nonexistent"}
+    with environment(**nowhere), pytest.raises(ConfigError, match=r"no token here; copy .*auth_token"):
+        open_cluster(ClusterSettings(address="127.0.0.1:1"))
+
+
 def test_a_cluster_of_another_ray_version_or_without_this_machine_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"Ray 1\.0 on Python 3\.8, this machine has Ray "):
         check_same_ray({"ray_version": "1.0", "python_version": "3.8.2"}, "10.0.0.1:6379")

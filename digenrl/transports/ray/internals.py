@@ -25,6 +25,18 @@ def silence_cluster_messages() -> None:
     ray._private.worker._worker_logs_enabled = False
 
 
+def has_token() -> bool:
+    """Whether there is a token, or none is required. A client without one aborts its process."""
+    import ray
+    from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
+
+    try:
+        ensure_token_if_auth_enabled(create_token_if_missing=False)
+    except ray.exceptions.AuthenticationError:
+        return False
+    return True
+
+
 def gcs_client(address: str) -> Any:
     """A client of a cluster's head, for questions before the cluster is joined."""
     import ray

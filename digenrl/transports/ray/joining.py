@@ -28,6 +28,7 @@ from digenrl.transports.ray.internals import (
     LOOPBACK_ONLY,
     free_resources_by_node,
     gcs_client,
+    has_token,
     reload_environment,
     silence_cluster_messages,
 )
@@ -203,6 +204,11 @@ def _join(address: str, timeout_s: float) -> RayCluster:
     """Checks everything that could go wrong first, because `ray.init` retries for a minute and explains less."""
     import ray
 
+    if not has_token():
+        raise ConfigError(
+            "RAY_AUTH_MODE=token: there is no token here; copy the head's ~/.ray/auth_token to this machine, or "
+            "set RAY_AUTH_TOKEN, or RAY_AUTH_TOKEN_PATH, to the cluster's token"
+        )
     if not _accepts_connections(*host_and_port(address), timeout_s):
         raise ConfigError(f"cluster.address: nothing answers at {address} within {timeout_s:g} s; {ADVICE}")
     client = _call_with_timeout(lambda: gcs_client(address), address, timeout_s)

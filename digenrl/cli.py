@@ -415,6 +415,9 @@ def serve_reward_command(
         )
     if (certificate is None) != (key is None):
         raise ConfigError("--certificate and --key: give both, or none of them")
+    for option, file in (("--certificate", certificate), ("--key", key)):
+        if file is not None and not file.is_file():
+            raise ConfigError(f"{option} {file}: no such file")
     if environment is not None:
         from digenrl.commands.support.reward_environment import serve_in_environment
 

@@ -129,7 +129,10 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_address_that_cannot_be_joined_is_explained_in_time() -> None:
-    with environment(RAY_ADDRESS="ray://head:10001"), pytest.raises(ConfigError, match=r"RAY_ADDRESS: 'ray://head"):
+    with (
+        environment(RAY_ADDRESS="ray://head:10001"),
+        pytest.raises(ConfigError, match=r"RAY_ADDRESS: 'ray://head"),
+    ):
         open_cluster(ClusterSettings())
     with socket.create_server(("127.0.0.1", 0)) as listener:
         mute = f"127.0.0.1:{listener.getsockname()[1]}"

@@ -33,6 +33,8 @@ def moody(pixels: Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> Re
         os._exit(3)
     if word == "eat":
         torch.ones(10**9)
+    if word == "eat bytes":
+        bytearray(4 * 10**9)
     if word == "raise":
         raise ValueError("a bad day")
     if word == "read":
@@ -74,7 +76,13 @@ def test_it_gives_the_scores_of_the_function_and_does_not_see_secrets(reward: Re
 
 
 @pytest.mark.parametrize(
-    ("word", "reason"), [("raise", "ValueError: a bad day"), ("eat", "memory|allocate"), ("die", "code 3")]
+    ("word", "reason"),
+    [
+        ("raise", "ValueError: a bad day"),
+        ("eat", "memory|allocate"),
+        ("eat bytes", "raise memory_gb"),
+        ("die", "code 3"),
+    ],
 )
 def test_whatever_it_does_is_a_missing_score_and_the_next_batch_is_scored(
     reward: Reward, word: str, reason: str

@@ -73,10 +73,10 @@ def _answer(reward: Reward, header: dict[str, Any], content: bytes) -> dict[str,
             for one, shapes in zip(header["metadata"], header["sources"], strict=True)
         ]
         batch = reward.score(pixels_BFCHW, header["prompts"], metadata)
-    except RewardError as error:
+    except (RewardError, MemoryError) as error:
+        if isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError):
+            return {"error": "not enough memory for the batch; raise memory_gb"}
         return {"error": error.reason, "samples": list(error.samples)}
-    except MemoryError:
-        return {"error": "not enough memory for the batch; raise memory_gb"}
     return {"values": list(batch.values), "parts": {name: list(part) for name, part in batch.parts.items()}}
 
 

@@ -23,7 +23,9 @@ def check_sources(blueprint: Blueprint) -> None:
         settings.append(evaluation.prompts)
     for each in settings:
         prompts = read_prompts(each)
-        check_source_counts(family, prompts, allowed=sources_of(blueprint))
+        column = each.image_column
+        how = IN_FILES if column is None else f"give their paths in the column `{column}` (prompts.image_column)"
+        check_source_counts(family, prompts, how, sources_of(blueprint))
         check_images(prompts)
 
 

@@ -302,3 +302,5 @@ def test_make_tiny_writes_a_pipeline_and_invalid_arguments_are_one_line(tmp_path
 def test_invalid_arguments_of_reward_serve_are_one_line() -> None:
     assert "'ocr'" in complaint(digenrl("reward", "serve", "ocrr"))
     assert "token" in complaint(digenrl("reward", "serve", "ocr", "--host", "0.0.0.0", DIGENRL_REWARD_TOKEN=""))
+    pem = ("--certificate", __file__, "--key", "kye.pem", "--env", "never-built")
+    assert "--key kye.pem: no such file" in complaint(digenrl("reward", "serve", "ocr", *pem))

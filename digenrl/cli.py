@@ -394,7 +394,7 @@ def serve_reward_command(
     rewards: options.RewardNames,
     host: options.ListenAddress = "127.0.0.1",
     port: options.ListenPort = 8790,
-    token_env: options.TokenVariable = "DIGENRL_REWARD_TOKEN",
+    token_env: options.TokenVariable = options.REWARD_TOKEN,
     certificate: options.CertificateFile = None,
     key: options.KeyFile = None,
     environment: options.EnvironmentFolder = None,
@@ -418,6 +418,8 @@ def serve_reward_command(
     for option, file in (("--certificate", certificate), ("--key", key)):
         if file is not None and not file.is_file():
             raise ConfigError(f"{option} {file}: no such file")
+    if token_env != options.REWARD_TOKEN and token_env not in os.environ:
+        raise ConfigError(f"--token-env {token_env}: there is no such environment variable")
     if environment is not None:
         from digenrl.commands.support.reward_environment import serve_in_environment
 
@@ -432,8 +434,8 @@ def serve_reward_command(
         from digenrl.rewards.serving.server import TlsFiles, check_address, serve, token_for
     tls = None if certificate is None or key is None else TlsFiles(certificate, key)
     token = os.environ.get(token_env)
-    token_for(host, token)  # these fail before any model is loaded
-    check_address(host, port)
+    check_address(host, port)  # these fail before any model is loaded
+    token_for(host, token)
     if tls is not None:
         tls.context()
     serve(build_rewards(settings), host, port, token, tls)

@@ -41,8 +41,8 @@ def import_object(path: str, what: str, kind: str = "object") -> Any:
     except (Exception, SystemExit) as error:  # code of the user's may raise anything, and a script may exit
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise ConfigError(
-                f"{what} '{path}': no module named '{error.name}'; put it into the current folder or beside the "
-                "recipe, name its folder (python_path=[FOLDER]), or install it"
+                f"{what} '{path}': no module named '{error.name}'; put it into the current folder, or install it; "
+                "a recipe also finds modules beside it, and in its python_path=[FOLDER]"
             ) from None
         frames = extract_tb(error.__traceback__)  # a syntax error names its line itself
         own = [frame for frame in frames if not frame.filename.startswith((INSTALLED, "<"))]

@@ -86,7 +86,7 @@ class ClusterSettings(Frozen):
     trainer: WorkerResources = WorkerResources()
     rewards: CpuWorkerResources = CpuWorkerResources()
     encoder: CpuWorkerResources = CpuWorkerResources()
-    start_timeout_s: float = Field(default=10.0, gt=0, description="how long to wait for the cluster to answer")
+    start_timeout_s: float = Field(default=30.0, gt=0, description="how long to wait for the cluster to answer")
     weight_patches: WeightPatches = "auto"
 
     @field_validator("address")

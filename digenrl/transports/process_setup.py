@@ -11,7 +11,8 @@ from pathlib import Path
 
 # Read when torch is imported. Libraries ask at import whether CUDA is available; with the NVML check that does not
 # initialize CUDA, which a forked process could not use afterwards. On Intel CPUs, the strict mode of MKL rounds a
-# row in the same way whatever the batch that it is in, at the same speed.
+# row in the same way whatever the batch that it is in, at the same speed. On AMD CPUs without AVX-512, batches of
+# up to three rows are rounded differently in every mode.
 TORCH_ENVIRONMENT = {
     "MKL_CBWR": "AUTO,STRICT",
     "ONEDNN_JIT_PROFILE": "0",

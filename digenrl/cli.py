@@ -23,6 +23,7 @@ from digenrl.commands.support.output import err, out, print_written, progress_ba
 from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.limits import SIMULATED_SEARCH_BUDGET
 from digenrl.config.reading import ConfigError
+from digenrl.config.token_variables import REWARD_TOKEN
 from digenrl.runs.stopping import RunFailedError
 from digenrl.telemetry.writing import NO_SPACE, check_new_yaml, write_atomically
 
@@ -394,7 +395,7 @@ def serve_reward_command(
     rewards: options.RewardNames,
     host: options.ListenAddress = "127.0.0.1",
     port: options.ListenPort = 8790,
-    token_env: options.TokenVariable = options.REWARD_TOKEN,
+    token_env: options.TokenVariable = REWARD_TOKEN,
     certificate: options.CertificateFile = None,
     key: options.KeyFile = None,
     environment: options.EnvironmentFolder = None,
@@ -418,7 +419,7 @@ def serve_reward_command(
     for option, file in (("--certificate", certificate), ("--key", key)):
         if file is not None and not file.is_file():
             raise ConfigError(f"{option} {file}: no such file")
-    if token_env != options.REWARD_TOKEN and token_env not in os.environ:
+    if token_env != REWARD_TOKEN and token_env not in os.environ:
         raise ConfigError(f"--token-env {token_env}: there is no such environment variable")
     if environment is not None:
         from digenrl.commands.support.reward_environment import serve_in_environment

@@ -14,6 +14,7 @@ from pydantic import AfterValidator
 
 PREFIX = "DIGENRL_"
 LIST = "DIGENRL_TOKEN_ENV"  # names of further variables, separated by commas
+REWARD_TOKEN = "DIGENRL_REWARD_TOKEN"  # of reward servers, unless another variable is named
 HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 

@@ -221,7 +221,6 @@ InheritPackages = Annotated[
     typer.Option("--inherit", help="Build it on top of the current environment; install only what is missing."),
 ]
 RebuildEnvironment = Annotated[bool, typer.Option("--rebuild", help="Build the environment again.")]
-REWARD_TOKEN = "DIGENRL_REWARD_TOKEN"
 TokenVariable = Annotated[
     str, typer.Option(help="The environment variable with the token that clients must send.")
 ]

@@ -45,7 +45,7 @@ from digenrl.config.rewards.models import (
     VideoAlignSettings,
 )
 from digenrl.config.rewards.quoted_text import quoted
-from digenrl.config.token_variables import TokenVariable
+from digenrl.config.token_variables import REWARD_TOKEN, TokenVariable
 
 TextMatch = Literal["contained", "target", "whole"]
 
@@ -222,7 +222,7 @@ class ServerSettings(RewardSettings):
 
     url: str
     token_env: TokenVariable | None = Field(
-        default="DIGENRL_REWARD_TOKEN", description="environment variable with the token"
+        default=REWARD_TOKEN, description="environment variable with the token"
     )
     ca_file: Text | None = Field(default=None, description="certificates to trust, for https")
     timeout_s: PositiveFloat = 120.0
@@ -270,7 +270,7 @@ class HttpSettings(ServerSettings):
     """A reward served by `digenrl reward serve`."""
 
     name: Literal["http"] = "http"
-    token_env: TokenVariable = "DIGENRL_REWARD_TOKEN"
+    token_env: TokenVariable = REWARD_TOKEN
     retries: int = Field(default=8, ge=0, le=20, description="enough for a server that restarts")
     batch_size: PositiveInt = Field(default=16, description="samples in one request, at most")
 

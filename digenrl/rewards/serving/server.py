@@ -20,6 +20,7 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from digenrl.config.reading import ConfigError, one_line
+from digenrl.config.token_variables import REWARD_TOKEN
 from digenrl.rewards.contract import Reward, RewardError
 from digenrl.rewards.serving.connection_guard import ConnectionGuard, guarded_protocol
 from digenrl.rewards.serving.http_messages import (
@@ -152,7 +153,7 @@ def token_for(host: str, token: str | None) -> str:
     if not token:
         raise ConfigError(
             f"host {host} is reachable from other machines and needs a token of at least {MIN_TOKEN_LENGTH} "
-            "characters; set it in the variable of --token-env, by default DIGENRL_REWARD_TOKEN, or use 127.0.0.1"
+            f"characters; set it in the variable of --token-env, by default {REWARD_TOKEN}, or use 127.0.0.1"
         )
     if len(token) < MIN_TOKEN_LENGTH:
         raise ConfigError(

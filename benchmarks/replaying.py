@@ -25,7 +25,7 @@ def initial_state_of(facts: dict[str, Any]) -> SchedulerState:
         [offer for offer, helper in offers if helper],
         committed=facts["committed"],
         jobs_issued=facts["jobs_issued"],
-        evaluates=facts["evaluates"],
+        evaluations=facts["evaluations"],
         served=facts.get("served"),
         recorded=recorded_steps(facts.get(RECORDED, ())),
     )

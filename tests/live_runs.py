@@ -275,8 +275,9 @@ def prompts_of_step(live: LiveRuns, step: int, prompts: int = 2, file: str = "pr
 
 
 def trained(folder: RunFolder, step: int) -> dict[str, bytes]:
-    """Weights, optimizer and all other tensors of a checkpoint, byte by byte."""
+    """Weights, optimizer and all other tensors of the trainer in a checkpoint, byte by byte."""
     files = {path.name: path.read_bytes() for path in folder.checkpoint(step).glob("*.safetensors")}
+    files.pop("version_before.safetensors", None)  # for generators, where samples or an evaluation are unfinished
     assert {"weights.safetensors", "optimizer.safetensors"} <= files.keys()
     return files
 

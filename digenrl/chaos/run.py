@@ -76,6 +76,9 @@ class _WorldRun:
         self._injector = Injector(world, self._clock, faults)
         self._decisions = 0
         self._jobs_issued = self._hedged = self._ended_ns = 0
+        self._evaluating: tuple[int, ...] = ()  # the versions that are being evaluated
+        self._evaluated: set[int] = set()  # and those whose evaluation is finished, or abandoned
+        self._behind: tuple[int, ...] = ()  # older versions that were being evaluated at the last commit
         self._transport: VirtualTransport | None = None
         self._versions = VersionRecord()
         self._interrupted: list[RecordedStep] = []  # what was known about steps that had to be done again
@@ -122,19 +125,31 @@ class _WorldRun:
         recorded = self._versions.steps(saved.step) if world.recipe.techniques.tcss else ()
         self._versions = VersionRecord(saved.step, recorded)
         repeats = any(step.index == saved.step and step.stale for step in recorded)
-        weights = publish_initial_weights(driver, saved.step, repeats=repeats)
-        evaluates = world.recipe.evaluation is not None
+        self._evaluated -= {version for version in self._evaluated if version > saved.step}
+        unfinished = [
+            version
+            for version in (*saved.evaluations, saved.step)
+            if world.recipe.evaluates(version) and version not in self._evaluated
+        ]
+        one_behind = repeats or saved.step - 1 in unfinished
+        weights = publish_initial_weights(driver, saved.step, one_behind=one_behind)
+        promise(
+            weights.version == saved.step - one_behind or not saved.has_version_before,
+            "the resumed run has not got the version before",
+        )
+        self._evaluated.update(version for version in unfinished if version < weights.version)  # left out
         state = initial_state(
             *schedule_facts(driver, self._calibration(driver), world.slice_size),
             committed=saved.step,
             jobs_issued=saved.jobs_issued,
-            evaluates=evaluates,
+            evaluations=[version for version in unfinished if version >= weights.version],
             served=weights.version,
             recorded=recorded,
         )
         state = replace(state, terms=replace(state.terms, search_budget=world.search_budget))
         self._facts.terms = state.terms
-        self._jobs_issued = saved.jobs_issued
+        self._jobs_issued, self._behind = saved.jobs_issued, saved.evaluations
+        self._evaluating = tuple(each.version for each in state.evaluations)
         transport.expect_progress(self._bound_ns)
         self._injector.attach(transport)
         driver.begin()
@@ -162,7 +177,7 @@ class _WorldRun:
         hooks = RunHooks(
             look_around=look_around,
             on_step=lambda summary: check_metrics(self._facts.committed[summary.step], summary),
-            checkpoint_facts=lambda step: {"jobs_issued": self._jobs_issued},
+            checkpoint_facts=lambda step: {"jobs_issued": self._jobs_issued, "evaluations": self._behind},
             monotonic=self._clock.monotonic_s,
         )
         driver = Dispatcher(recipe, resources, store, self._clock, hooks)
@@ -187,8 +202,12 @@ class _WorldRun:
         self._versions.observe(event, actions)
         self._disturbed |= isinstance(event, WorkerLost | ArtifactLost | JobFailed)
         promise(self._decisions < MOST_DECISIONS, "the run decides without end")
+        evaluating = tuple(each.version for each in state.evaluations)
+        self._evaluated.update(set(self._evaluating) - set(evaluating))
+        self._evaluating = evaluating
         if isinstance(event, Committed):
             self._jobs_issued = state.jobs_issued
+            self._behind = tuple(version for version in evaluating if version < state.committed)
             assert self._transport is not None
             self._transport.expect_progress(self._bound_ns)
         for action in actions:
@@ -215,7 +234,10 @@ class _WorldRun:
 
     def _check_end(self, transport: VirtualTransport, final: SchedulerState) -> None:
         """Every sample is in the final weights once, and the last version is in a checkpoint."""
-        promise(self._facts.saved.step == self._world.recipe.steps, "the last version was not saved")
+        steps = self._world.recipe.steps
+        promise(self._facts.saved.step == steps, "the last version was not saved")
+        due = {version for version in range(steps + 1) if self._world.recipe.evaluates(version)}
+        promise(due <= self._evaluated, f"{sorted(due - self._evaluated)} are not evaluated")
         check_history(final.terms, self._facts.saved.history)
         retired = {(step.step, each.group) for step in self._facts.saved.history for each in step.sum}
         mixed = retired & self._facts.quarantined

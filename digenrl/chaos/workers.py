@@ -79,13 +79,15 @@ UPDATE: dict[str, Any] = {
 class SavedRun:
     """What a checkpoint holds: the step, what led to its weights, and the number of jobs issued by then.
 
-    It has the weights of the version before if the trainer that saved it has made the step.
+    It has the weights of the version before if the trainer that saved it has made the step, and a resumed run may
+    need them. `evaluations` are older versions that were still being evaluated.
     """
 
     step: int = 0
     history: History = ()
     jobs_issued: int = 0
     has_version_before: bool = False
+    evaluations: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -233,7 +235,8 @@ class SimulatedWorker:
         self._add_update(job, max(1, terms.updates) - 1 if terms.shares_work else 0)
         self._facts.committed[job.step] = [each for update in self._updates for each in update.sum]
         self.version, self.history, self._updates = job.new_version, (*self.history, *self._updates), ()
-        self._has_version_before = True
+        recipe = self._world.recipe
+        self._has_version_before = bool(recipe.techniques.tcss) or recipe.evaluates(job.step)
         return Committed(0, job, (UPDATE,), self._export_version(job))
 
     def _add_update(self, job: Commit | TakeUpdate, update: int) -> None:
@@ -271,8 +274,8 @@ class SimulatedWorker:
 
     def _save(self, job: Save) -> Report:
         promise(job.step == self.version, f"{job} while the trainer is at {self.version}")
-        jobs_issued = job.facts["jobs_issued"]
-        self._facts.saved = SavedRun(job.step, self.history, jobs_issued, self._has_version_before)
+        before = self._has_version_before
+        self._facts.saved = SavedRun(job.step, self.history, has_version_before=before, **job.facts)
         return Saved(0, job, f"step_{job.step:06d}")
 
     def _switch(self, job: SwitchRole) -> Report:

@@ -24,7 +24,7 @@ from digenrl.run_folder.folder import RunFolder, Status, check_empty, is_run, nu
 from digenrl.run_folder.metric_lines import read_evaluations, read_steps
 from digenrl.run_folder.reading import read_run
 from digenrl.runs.checkpointer import RunPosition
-from digenrl.runs.held_out import evaluation_is_due
+from digenrl.runs.held_out import unfinished_evaluations
 from digenrl.runs.resuming import ResumePoint, find_resume_point, kept_positions, mend_logs
 from digenrl.runs.stopping import RunFailedError
 from digenrl.runs.training import check_recipe, train
@@ -136,10 +136,10 @@ def _check_prompts_exist(recipe: Recipe) -> None:
 
 
 def _check_something_is_left(folder: RunFolder, recipe: Recipe, resume_point: ResumePoint) -> None:
-    """Raises ConfigError if all steps are done, and the evaluation of the last one, too."""
-    done = resume_point.position.step
-    end = kept_positions(folder, resume_point.position)["evaluations"]
-    only_evaluates = done == recipe.steps and evaluation_is_due(folder, recipe, done, end)
+    """Raises ConfigError if all steps are done, and all evaluations, too."""
+    position = resume_point.position
+    done, end = position.step, kept_positions(folder, position)["evaluations"]
+    only_evaluates = done == recipe.steps and bool(unfinished_evaluations(folder, recipe, position, end))
     if done >= recipe.steps and not only_evaluates:
         raise ConfigError(
             f"{folder.path}: steps is {recipe.steps}, and {done} are done; "

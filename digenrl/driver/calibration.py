@@ -82,12 +82,12 @@ class InitialWeights:
     publish_s: float
 
 
-def publish_initial_weights(driver: Dispatcher, version: int, *, repeats: bool = False) -> InitialWeights:
+def publish_initial_weights(driver: Dispatcher, version: int, *, one_behind: bool = False) -> InitialWeights:
     """The trainer's version goes to all generators.
 
-    If a resumed run `repeats` stale samples, it is the version before, provided that the checkpoint has it.
+    If a resumed run needs the version before again, it starts `one_behind`, provided that the checkpoint has it.
     """
-    before = driver.export_now(version - 1).weights if repeats else NO_WEIGHTS
+    before = driver.export_now(version - 1).weights if one_behind else NO_WEIGHTS
     if before.name:
         loaded = _publish(driver, version - 1, before)
     exported = driver.export_now(version)

@@ -23,6 +23,7 @@ class RunPosition:
     jobs_issued: int
     positions: Mapping[str, int]  # lengths of the files that grow
     recorded: tuple[RecordedStep, ...] = ()  # stale samples of the open steps
+    evaluations: tuple[int, ...] = ()  # older versions that were still being evaluated
 
     @property
     def repeats_stale_samples(self) -> bool:
@@ -36,6 +37,7 @@ class RunPosition:
             "jobs_issued": self.jobs_issued,
             "positions": dict(self.positions),
             "recorded": [asdict(step) for step in self.recorded],
+            "evaluations": list(self.evaluations),
             "fingerprint": recipe_fingerprint,
         }
 
@@ -59,6 +61,7 @@ class Checkpointer:
                 state.jobs_issued,
                 self._lines.positions(),
                 self._versions.steps(state.committed),
+                tuple(each.version for each in state.evaluations if each.version < state.committed),
             )
 
     def facts(self, step: int) -> dict[str, Any]:

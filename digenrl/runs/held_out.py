@@ -24,18 +24,25 @@ from digenrl.records import (
 from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.grids import HeldOutScore, write_grid
 from digenrl.run_folder.metric_lines import EvaluationRecord, read_evaluations
+from digenrl.runs.checkpointer import RunPosition
 from digenrl.scheduling import SchedulerState
 
 NS_PER_SECOND = 1_000_000_000
 PICTURES = ".step_"  # folders of single pictures, until they are combined into a grid
 
 
-def evaluation_is_due(folder: RunFolder, recipe: Recipe, version: int, end: int | None = None) -> bool:
+def _is_due(folder: RunFolder, recipe: Recipe, version: int, end: int | None = None) -> bool:
     """Whether a version is due for evaluation and has not been evaluated, by the file up to a byte."""
-    settings = recipe.evaluation
-    if settings is None or not settings.is_due(version, recipe.steps):
-        return False
-    return version not in {each.steps_done for each in read_evaluations(folder.evaluations, end)}
+    evaluated = {each.steps_done for each in read_evaluations(folder.evaluations, end)}
+    return recipe.evaluates(version) and version not in evaluated
+
+
+def unfinished_evaluations(
+    folder: RunFolder, recipe: Recipe, position: RunPosition, end: int | None = None
+) -> tuple[int, ...]:
+    """The versions that a resumed run evaluates first: older ones that it was evaluating, and its own."""
+    versions = (*position.evaluations, position.step)
+    return tuple(version for version in versions if _is_due(folder, recipe, version, end))
 
 
 class HeldOut:
@@ -54,10 +61,6 @@ class HeldOut:
         self._chunks: dict[int, dict[int, Scores]] = {}  # by version, then by chunk
         for left_over in folder.samples.glob(f"{PICTURES}*"):
             shutil.rmtree(left_over)
-
-    def is_due_now(self) -> bool:
-        """Whether the version that the run starts with is due for evaluation and has not been evaluated."""
-        return evaluation_is_due(self._folder, self._folder.recipe, self._first_version)
 
     def _pictures(self, version: int) -> Path:
         """Where the pictures of a version go until they are combined."""

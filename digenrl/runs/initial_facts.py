@@ -24,7 +24,7 @@ def initial_facts(state: SchedulerState) -> dict[str, Any]:
         "lanes": lanes,
         "committed": state.committed,
         "jobs_issued": state.jobs_issued,
-        "evaluates": bool(state.evaluations),
+        "evaluations": [each.version for each in state.evaluations],
         "served": min(lane.version for lane in state.lanes),
         RECORDED: [asdict(step) for step in state.recorded],
     }

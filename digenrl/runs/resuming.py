@@ -73,7 +73,14 @@ def _position(folder: RunFolder, recipe: Recipe, path: Path, content: Checkpoint
     try:
         facts = content.facts
         recorded = recorded_steps(facts.get("recorded", ()))
-        position = RunPosition(content.step, facts["at_ns"], facts["jobs_issued"], facts["positions"], recorded)
+        position = RunPosition(
+            content.step,
+            facts["at_ns"],
+            facts["jobs_issued"],
+            facts["positions"],
+            recorded,
+            tuple(facts.get("evaluations", ())),
+        )
         owner = facts["fingerprint"]
     except KeyError as error:
         raise ConfigError(

@@ -42,7 +42,7 @@ from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
 from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.run_folder.spans import SpanWriter
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
-from digenrl.runs.held_out import HeldOut
+from digenrl.runs.held_out import HeldOut, unfinished_evaluations
 from digenrl.runs.initial_facts import RECORDED, initial_facts
 from digenrl.runs.resuming import ResumePoint, kept_positions, steps_to_repeat
 from digenrl.runs.step_time_prediction import StepTimePrediction
@@ -161,7 +161,9 @@ class TrainingRun:
         for step in range(first_step, min(start.step + 2, folder.recipe.steps)):
             driver.encode_now(step)
         driver.encode_now(HELD_OUT_STEP)
-        weights = publish_initial_weights(driver, start.step, repeats=start.repeats_stale_samples)
+        unfinished = unfinished_evaluations(folder, folder.recipe, start)
+        one_behind = start.repeats_stale_samples or start.step - 1 in unfinished
+        weights = publish_initial_weights(driver, start.step, one_behind=one_behind)
         forwards = measure_forwards(driver, first_step, self._view.notify)
         self._operations = _operations(driver, forwards)
         self._view.notify("calibrating: timing generation, scoring and training")
@@ -170,12 +172,12 @@ class TrainingRun:
         calibration = calibrate_remaining_sizes(driver, calibration, slice_size, first_step)
         logger.info("calibrated: %s; slice size %d", calibration, slice_size)
         folder.write_recipe(_settled(folder.recipe, slice_size, forwards))
-        evaluates = self._held_out.is_due_now()
+        evaluations = tuple(version for version in unfinished if version >= weights.version)
         state = initial_state(
             *schedule_facts(driver, calibration, slice_size),
             committed=start.step,
             jobs_issued=start.jobs_issued,
-            evaluates=evaluates,
+            evaluations=evaluations,
             served=weights.version,
             recorded=start.recorded,
         )
@@ -184,8 +186,10 @@ class TrainingRun:
             lanes = lanes_of_whole_run(folder.info.lanes, lanes, start.at_ns)
         initial = initial_facts(state) | {"calibration": asdict(calibration)}
         folder.update_info(lanes=lanes, initial_state=initial, status=Status.RUNNING)
-        evaluated = "the initial policy" if start.step == 0 else f"the policy after {start.step} steps"
-        self._view.notify(f"evaluating {evaluated}" if evaluates else "")
+        for version in unfinished[: len(unfinished) - len(evaluations)]:
+            self._view.notify(f"the evaluation after {version} steps was interrupted; its weights are not saved")
+        evaluated = f"the policy after {evaluations[0]} steps" if any(evaluations) else "the initial policy"
+        self._view.notify(f"evaluating {evaluated}" if evaluations else "")
         return state
 
     def _drive(self, state: SchedulerState) -> SchedulerState:

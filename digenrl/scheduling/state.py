@@ -357,7 +357,7 @@ def initial_state(
     *,
     committed: int = 0,
     jobs_issued: int = 0,
-    evaluates: bool = False,
+    evaluations: Sequence[int] = (),
     served: int | None = None,
     recorded: Sequence[RecordedStep] = (),
 ) -> SchedulerState:
@@ -365,8 +365,8 @@ def initial_state(
 
     A resumed run passes the optimizer steps it has `committed`, which is its newest version, and the number of
     jobs it had issued, so that ids stay unique. Steps and versions keep their numbers, and `terms.steps` counts
-    from the beginning. With `evaluates` the newest version is evaluated first. To repeat the `recorded` steps of
-    the interrupted run, generator lanes may start on an older version that they have `served`.
+    from the beginning. `evaluations` are versions to evaluate first. To repeat the `recorded` steps of the
+    interrupted run, or its last evaluation, generator lanes may start on an older version that they have `served`.
     """
     assert 0 <= committed <= terms.steps, f"{committed} of {terms.steps} steps are committed"
     offers = [(offer, False) for offer in generators] + [(offer, True) for offer in helpers]
@@ -392,7 +392,7 @@ def initial_state(
         encoded_steps=committed + 2,  # the steps that are open are encoded before
         jobs_issued=jobs_issued,
         saved=committed or None,  # what a resumed run has committed is in the checkpoint that it resumes from
-        evaluations=(fresh_evaluation(terms, committed),) if evaluates else (),
+        evaluations=tuple(fresh_evaluation(terms, version) for version in evaluations),
         recorded=tuple(recorded),
     )
 

@@ -85,7 +85,7 @@ def initial_scheduler_state(
             alone = Fraction(spec.trainer.seconds_per_sample) * helper.lanes
             helpers = _able_to_train(helpers, alone, helper.switch_in, helper.switch_out)
     costs = _costs(spec, len(generators))
-    return initial_state(terms, costs, generators, helpers, evaluates=spec.evaluation is not None)
+    return initial_state(terms, costs, generators, helpers, evaluations=() if spec.evaluation is None else (0,))
 
 
 def _helps(spec: Spec) -> bool:

@@ -300,9 +300,10 @@ class Stages:
         run, state, ranks = Path(job.run), trainer.state_at_last_version(), trainer.ranks
         assert state.batch == job.step, f"to save step {job.step}, but the trainer is at {state.batch}"
         facts = {**job.facts, BASE_WEIGHTS: self.parts.base_weights}
-        path = save_checkpoint(
-            run / "checkpoints", job.step, state, facts, ranks=ranks, version_before=self._version_before
-        )
+        before = self._version_before
+        if before and self._blueprint.recipe.techniques.tcss == 0 and job.step - 1 not in job.facts["evaluations"]:
+            before = {}  # its evaluation is finished
+        path = save_checkpoint(run / "checkpoints", job.step, state, facts, ranks=ranks, version_before=before)
         values = weights_to_export(state)
         if trainer.shard is not None:
             values = trainer.policies.published(values)
@@ -484,10 +485,15 @@ class Stages:
         return trajectories_of(tensors, samples, plan(self._blueprint, self.model, samples), piece.version)
 
     def _keep_version_before(self, job: Commit) -> None:
-        """Keeps what is published, for the next checkpoint: samples of the next step may be made with it."""
-        if self._blueprint.recipe.techniques.tcss == 0 or not self.parts.publishes:
+        """Keeps what was published, for the next checkpoint: a resumed run may need it.
+
+        Samples of the next step may be made with it, and its evaluation may not be finished.
+        """
+        self._version_before = {}
+        recipe = self._blueprint.recipe
+        if not self.parts.publishes or not (recipe.techniques.tcss or recipe.evaluates(job.step)):
             return
-        published = self.trainer.published()  # by all ranks together, if weights are sharded
+        published = self._published(job.step)
         if job.rank == 0:
             rounded = {name: self._rounded(name, value.detach()) for name, value in published.items()}
             copies = {name: value.to("cpu", copy=True) for name, value in rounded.items()}
@@ -500,9 +506,7 @@ class Stages:
             return NO_WEIGHTS, 0
         if job.writes_state and self.model.device.type != "cpu":
             trainer.keep_version()  # one host copy serves both
-        published = trainer.published()  # by all ranks together, if weights are sharded
-        if self._evaluates_average_of(job.new_version):
-            published |= {AVERAGE + name: value for name, value in trainer.published_average().items()}
+        published = self._published(job.new_version)
         if self._blueprint.recipe.shares_work and trainer.version_lags:
             published |= {TRAINED + name: value for name, value in trainer.trained_at_version().items()}
         published = {name: self._rounded(name, value) for name, value in published.items()}
@@ -529,11 +533,15 @@ class Stages:
             return frozenset()  # generators quantize the weights they get
         return rounded_before_use(self.model, autocast=recipe.training.autocast == "bf16")
 
-    def _evaluates_average_of(self, version: int) -> bool:
-        recipe = self._blueprint.recipe
-        if recipe.evaluation is None or not recipe.evaluates_average:
-            return False
-        return recipe.evaluation.is_due(version, recipe.steps)
+    def _published(self, version: int) -> dict[str, Tensor]:
+        """The trainer's version for the generators, and the moving average if that is evaluated.
+
+        All ranks call it together, if weights are sharded.
+        """
+        recipe, published = self._blueprint.recipe, self.trainer.published()
+        if recipe.evaluates(version) and recipe.evaluates_average:
+            published |= {AVERAGE + name: value for name, value in self.trainer.published_average().items()}
+        return published
 
 
 def _named(published: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -171,8 +171,8 @@ def test_auto_does_without_shared_training_if_that_is_predicted_to_be_faster(
     """Loading weights seems to take minutes, and so does sending gradients."""
     publish = training.publish_initial_weights
 
-    def publish_slowly(driver: Dispatcher, version: int, *, repeats: bool) -> InitialWeights:
-        return replace(publish(driver, version, repeats=repeats), publish_s=100.0)
+    def publish_slowly(driver: Dispatcher, version: int, *, one_behind: bool) -> InitialWeights:
+        return replace(publish(driver, version, one_behind=one_behind), publish_s=100.0)
 
     monkeypatch.setattr(training, "publish_initial_weights", publish_slowly)
     options = TASKS["two updates of groups"]

@@ -231,7 +231,7 @@ def test_the_trainers_lane_samples_no_held_out_prompts_while_it_commits() -> Non
     terms = Terms(3, 1, 2, 2, assist="both", job_samples=2, evaluate_every=1, evaluation_chunks=1)
     terms = replace(terms, shared_work=SharedWorkRule(leaves_to_faster=False))
     generator, helper = (LaneOffer(name, SECOND, train_sample_ns=Fraction(SECOND)) for name in ("card", "trainer"))
-    state = initial_state(terms, Costs(Fraction(SECOND)), [generator], [helper], evaluates=True)
+    state = initial_state(terms, Costs(Fraction(SECOND)), [generator], [helper], evaluations=[0])
     state, (chunk, slice_) = decide(state, Tick(0))
     assert isinstance(chunk, Evaluate) and isinstance(slice_, Generate) and (chunk.lane, slice_.lane) == (0, 1)
     state, _ = decide(state, Generated(10, slice_, 0))

@@ -123,7 +123,7 @@ def test_workers_and_machines_can_be_lost_at_any_moment_of_a_run(layout: str, tm
         faults = {"kills": 8, "vanishing": 6, "mortal_trainer": seed % 2 == 1}
         run = FakeRun(root, recipe, seed=seed, prompts=5 + seed, held_out=7, **faults)
         evaluations = Evaluations()
-        auditor = driven(run, evaluations, evaluates=True)
+        auditor = driven(run, evaluations, evaluations=[0])
         assert_every_group_was_trained_once(run)
         assert auditor.trained_samples == recipe.steps * 3 * 4
         assert [summary.step for summary in run.steps] == list(range(recipe.steps))
@@ -483,7 +483,7 @@ def test_lanes_of_a_pool_take_several_slices_at_once_and_lose_none(rewards: int,
 def test_every_due_version_is_evaluated_by_all_generators_and_leaves_nothing(layout: str, tmp_path: Path) -> None:
     recipe = recipe_of(layout, evaluation={**EVALUATION, "every": 2})
     run, evaluations = FakeRun(tmp_path, recipe, held_out=7), Evaluations()
-    driven(run, evaluations, evaluates=True)
+    driven(run, evaluations, evaluations=[0])
     assert {version: sorted(chunks) for version, chunks in evaluations.scored.items()} == {
         0: [0, 1],
         2: [0, 1],
@@ -509,7 +509,7 @@ def test_held_out_samples_are_scored_again_if_their_reward_lane_is_lost(tmp_path
                 lost.append(job.piece.version)
                 run.transport.kill("reward-0")
 
-    driven(run, evaluations, Watch(lose), evaluates=True)
+    driven(run, evaluations, Watch(lose), evaluations=[0])
     assert lost == [0, 1, 2] and not evaluations.abandoned
     assert {version: sorted(set(chunks)) for version, chunks in evaluations.scored.items()} == {
         version: [0, 1] for version in range(4)

@@ -172,7 +172,7 @@ def test_a_trainer_that_always_hangs_ends_the_run(tmp_path: Path) -> None:
 def test_an_evaluation_that_hangs_is_abandoned(tmp_path: Path) -> None:
     evaluation = {"prompts": {"path": "held_out.txt"}, "every": 1, "batch": 1}
     run = hanging_run(tmp_path, lambda job: isinstance(job, Evaluate), evaluation=evaluation)
-    driven(run, evaluates=True)
+    driven(run, evaluations=[0])
     assert len(run.transport.trained) == 3 * 3
 
 

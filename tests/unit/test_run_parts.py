@@ -44,7 +44,7 @@ from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
 from digenrl.run_folder.lines import located_lines
 from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
-from digenrl.runs.held_out import HeldOut
+from digenrl.runs.held_out import HeldOut, unfinished_evaluations
 from digenrl.runs.resuming import find_resume_point, kept_positions, mend_logs
 from digenrl.runs.step_time_prediction import StepTimePrediction, predicted_step_s
 from digenrl.runs.stopping import Stopper
@@ -218,8 +218,13 @@ class RecordedRun:
         rows = self.run.driver.stores.prompts.held_out
         self.held_out = HeldOut(self.folder, rows, 0, self.evaluations.append, self.messages.append)
 
+    def unfinished(self, step: int, *earlier: int) -> tuple[int, ...]:
+        """The versions to evaluate where the run resumes after `step` steps; `earlier` ones were not finished."""
+        position = RunPosition(step, 0, 0, {}, evaluations=earlier)
+        return unfinished_evaluations(self.folder, self.folder.recipe, position)
+
     def drive(self) -> Any:
-        state = self.run.prepare(evaluates=self.held_out.is_due_now())
+        state = self.run.prepare(evaluations=self.unfinished(0))
         self.run.driver.begin()
         return drive(state, self.run.driver, (self.held_out, self.checkpointer))
 
@@ -259,16 +264,14 @@ def test_parts_that_only_some_chunks_have_are_averaged_over_these(
     assert [each.values for each in run.evaluations] == [expected] * 2
 
 
-def test_a_resumed_run_evaluates_its_version_only_if_that_is_due_and_missing(tmp_path: Path) -> None:
+def test_a_resumed_run_evaluates_versions_only_if_they_are_due_and_missing(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path)
     left_over = run.folder.samples / ".step_000002"
     left_over.mkdir()
     run.lines.evaluations.append({"step": 0, "at_s": 1.0, "count": 3})
-
-    def due(version: int) -> bool:
-        return HeldOut(run.folder, (), version, run.evaluations.append, run.messages.append).is_due_now()
-
-    assert [due(version) for version in range(4)] == [False, False, True, True]
+    HeldOut(run.folder, (), 2, run.evaluations.append, run.messages.append)
+    assert [run.unfinished(step) for step in range(4)] == [(), (), (2,), (3,)]
+    assert [run.unfinished(1, 0), run.unfinished(3, 2)] == [(), (2, 3)]
     assert not left_over.exists()
 
 

@@ -360,10 +360,6 @@ class EvaluationSettings(Frozen):
         default=None, description="format of the frozen weights; that of generators by default"
     )
 
-    def is_due(self, version: int, last: int) -> bool:
-        """Whether a version is evaluated: every `every` versions, and the last one."""
-        return version % self.every == 0 or version == last
-
     @property
     def chunk(self) -> int:
         """The prompts of one Evaluate job."""
@@ -733,6 +729,10 @@ class Recipe(Frozen):
     def topology(self) -> Topology:
         """What the recipe's mode means for processes and cards."""
         return TOPOLOGIES[self.mode]
+
+    def evaluates(self, version: int) -> bool:
+        """Whether a version is evaluated: every few versions, and the last one."""
+        return self.evaluation is not None and (version % self.evaluation.every == 0 or version == self.steps)
 
     @property
     def evaluates_average(self) -> bool:

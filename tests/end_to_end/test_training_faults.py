@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -217,20 +216,6 @@ def test_a_stopped_worker_is_taken_for_dead_and_replaced(live: LiveRuns) -> None
     assert status is Status.FINISHED
     assert trained(run, 4) == trained(live.finished("steps=4", "mode=colocated"), 4)
     killer.assert_nothing_is_left()
-
-
-def test_a_run_that_is_paused_for_longer_than_its_patience_continues(live: LiveRuns) -> None:
-    """As with Ctrl-Z and `fg`: all processes stop, and go on together."""
-    path = live.new_path()
-    options = ("steps=12", "lanes.patience_s=4", "lanes.restarts=0", "--out", str(path))
-    command = live.command("tiny.yaml", *options)
-    wait_for(lambda: steps_done(path) >= 1 or command.poll() is not None, "a step")
-    os.killpg(command.pid, signal.SIGSTOP)
-    time.sleep(6)
-    os.killpg(command.pid, signal.SIGCONT)
-    _, errors = command.communicate(timeout=120)
-    assert command.returncode == 0, errors
-    assert metric(RunFolder.open(path), "step") == list(range(12))
 
 
 def test_a_reward_that_hangs_on_a_prompt_costs_that_group_and_not_the_run(live: LiveRuns, gates: Gates) -> None:

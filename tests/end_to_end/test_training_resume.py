@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,10 +54,20 @@ def is_open(run: Path, kind: str, after_step: int) -> bool:
     return bool(issued)
 
 
+def pause(command: subprocess.Popen[str], run: Path, seconds: float) -> None:
+    """Stops all processes of a run and lets them continue, as Ctrl-Z and `fg` do."""
+    wait_for(lambda: steps_done(run) >= 1 or command.poll() is not None, "a step")
+    os.killpg(command.pid, signal.SIGSTOP)
+    time.sleep(seconds)
+    os.killpg(command.pid, signal.SIGCONT)
+
+
 def terminate_all(command: subprocess.Popen[str], run: Path) -> None:
     """Signals the whole session of a run during a step, as a terminal does that is closed."""
     exchange = exchange_of(command.pid)
-    wait_for(lambda: steps_done(run) >= 2 or command.poll() is not None, "two steps")
+    steps = steps_done(run) + 1
+    wait_for(lambda: steps_done(run) >= steps or command.poll() is not None, "a step")
+    assert command.poll() is None, command.communicate()
     os.killpg(command.pid, signal.SIGHUP)
     out, err = command.communicate(timeout=SAVES_WITHIN_S)
     wait_for(lambda: not session_of(command.pid), "the end of all processes")
@@ -92,11 +103,14 @@ def kill_all_in_a_checkpoint(command: subprocess.Popen[str], run: Path) -> Path:
     return exchange
 
 
-def test_a_run_that_is_stopped_and_killed_twice_ends_as_if_it_had_not_been(live: LiveRuns) -> None:
+def test_a_run_that_is_paused_stopped_and_killed_twice_ends_as_if_it_had_not_been(live: LiveRuns) -> None:
     run, common = live.new_path(), ("checkpoint.every=2", evaluation(live, every=2))
     many = "steps=60"  # it does not end before it is killed
-    terminate_all(live.command("tiny.yaml", many, *common, "--out", str(run)), run)
-    kill_the_driver_in_an_evaluation(live.command("--resume", str(run)), run)
+    impatient = ("lanes.patience_s=4", "lanes.restarts=0")  # it would end if it took paused workers for lost
+    command = live.command("tiny.yaml", many, *common, *impatient, "--out", str(run))
+    pause(command, run, seconds=6)
+    terminate_all(command, run)
+    kill_the_driver_in_an_evaluation(live.command("--resume", str(run), "lanes.patience_s=60"), run)
     left_over = kill_all_in_a_checkpoint(live.command("--resume", str(run)), run)
     steps = steps_done(run) + 1
     assert live.resume(run, f"steps={steps}") is Status.FINISHED

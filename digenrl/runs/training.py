@@ -187,7 +187,11 @@ class TrainingRun:
         initial = initial_facts(state) | {"calibration": asdict(calibration)}
         folder.update_info(lanes=lanes, initial_state=initial, status=Status.RUNNING)
         for version in unfinished[: len(unfinished) - len(evaluations)]:
-            self._view.notify(f"the evaluation after {version} steps was interrupted; its weights are not saved")
+            left_out = (
+                f"the evaluation after {version} steps was interrupted, and its weights were not saved: left out"
+            )
+            logger.warning("%s", left_out)
+            self._view.notify(left_out)
         evaluated = f"the policy after {evaluations[0]} steps" if any(evaluations) else "the initial policy"
         self._view.notify(f"evaluating {evaluated}" if evaluations else "")
         return state

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from live_runs import (
+    PATIENCE_S,
     Gates,
     LiveRuns,
     Meanwhile,
@@ -32,8 +33,6 @@ from digenrl.config.reading import ConfigError
 from digenrl.run_folder.folder import FORMAT, RunFolder, Status
 from digenrl.runs.stopping import RunFailedError
 from digenrl.transports import processes
-
-SAVES_WITHIN_S = 30
 
 
 def evaluation(live: LiveRuns, every: int) -> str:
@@ -69,7 +68,7 @@ def terminate_all(command: subprocess.Popen[str], run: Path) -> None:
     wait_for(lambda: steps_done(run) >= steps or command.poll() is not None, "a step")
     assert command.poll() is None, command.communicate()
     os.killpg(command.pid, signal.SIGHUP)
-    out, err = command.communicate(timeout=SAVES_WITHIN_S)
+    out, err = command.communicate(timeout=PATIENCE_S)
     wait_for(lambda: not session_of(command.pid), "the end of all processes")
     assert_nothing_is_left(run, exchange)
     assert command.returncode == 130, out + err

@@ -53,8 +53,15 @@ def test_no_promise_is_broken_in_rare_worlds(seed: int) -> None:
     assert run_seed(Campaign(1), seed).failures == []
 
 
-def test_a_driver_killed_after_any_decision_loses_and_doubles_nothing() -> None:
-    world = draw_world(6)
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(6, id="several lanes"),
+        pytest.param(429, id="evaluations that are not finished when the next version is saved"),
+    ],
+)
+def test_a_driver_killed_after_any_decision_loses_and_doubles_nothing(seed: int) -> None:
+    world = draw_world(seed)
     for number in range(run_world(world, ()).decisions):
         assert run_world(world, (Fault(0, "driver_kill", amount=number),)).drivers <= 2
 

@@ -105,9 +105,9 @@ def kill_all_in_a_checkpoint(command: subprocess.Popen[str], run: Path) -> Path:
 def test_a_run_that_is_paused_stopped_and_killed_twice_ends_as_if_it_had_not_been(live: LiveRuns) -> None:
     run, common = live.new_path(), ("checkpoint.every=2", evaluation(live, every=2))
     many = "steps=60"  # it does not end before it is killed
-    impatient = ("lanes.patience_s=4", "lanes.restarts=0")  # it would end if it took paused workers for lost
+    impatient = ("lanes.patience_s=8", "lanes.restarts=0")  # it would end if it took paused workers for lost
     command = live.command("tiny.yaml", many, *common, *impatient, "--out", str(run))
-    pause(command, run, seconds=6)
+    pause(command, run, seconds=11)
     terminate_all(command, run)
     kill_the_driver_in_an_evaluation(live.command("--resume", str(run), "lanes.patience_s=60"), run)
     left_over = kill_all_in_a_checkpoint(live.command("--resume", str(run)), run)

@@ -235,8 +235,7 @@ class SimulatedWorker:
         self._add_update(job, max(1, terms.updates) - 1 if terms.shares_work else 0)
         self._facts.committed[job.step] = [each for update in self._updates for each in update.sum]
         self.version, self.history, self._updates = job.new_version, (*self.history, *self._updates), ()
-        recipe = self._world.recipe
-        self._has_version_before = bool(recipe.techniques.tcss) or recipe.evaluates(job.step)
+        self._has_version_before = self._world.recipe.keeps_published(job.step)
         return Committed(0, job, (UPDATE,), self._export_version(job))
 
     def _add_update(self, job: Commit | TakeUpdate, update: int) -> None:

@@ -485,13 +485,9 @@ class Stages:
         return trajectories_of(tensors, samples, plan(self._blueprint, self.model, samples), piece.version)
 
     def _keep_version_before(self, job: Commit) -> None:
-        """Keeps what was published, for the next checkpoint: a resumed run may need it.
-
-        Samples of the next step may be made with it, and its evaluation may not be finished.
-        """
+        """Keeps what was published, for the next checkpoint."""
         self._version_before = {}
-        recipe = self._blueprint.recipe
-        if not self.parts.publishes or not (recipe.techniques.tcss or recipe.evaluates(job.step)):
+        if not self.parts.publishes or not self._blueprint.recipe.keeps_published(job.step):
             return
         published = self._published(job.step)
         if job.rank == 0:

@@ -734,6 +734,15 @@ class Recipe(Frozen):
         """Whether a version is evaluated: every few versions, and the last one."""
         return self.evaluation is not None and (version % self.evaluation.every == 0 or version == self.steps)
 
+    def keeps_published(self, version: int) -> bool:
+        """Whether the trainer keeps the weights of a published version for the checkpoint of the next one.
+
+        A resumed run may need them: samples of its first step may be stale, and the version's evaluation may be
+        unfinished. For an evaluation alone only adapters are kept, since a copy of all weights takes much memory.
+        """
+        evaluated_adapters = self.training.lora is not None and self.evaluates(version)
+        return self.topology.publishes and (self.techniques.tcss > 0 or evaluated_adapters)
+
     @property
     def evaluates_average(self) -> bool:
         """Whether evaluations use the moving average of the trained weights."""

@@ -76,6 +76,24 @@ def test_adapters_with_one_input_have_the_outputs_and_gradients_of_single_ones(
     assert relative_difference(gradients_together, gradients_single) < 1e-6
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_of_adapters_with_one_input_take_no_more_memory_than_the_adapters(backend: str) -> None:
+    torch._dynamo.reset()
+    layers = nn.ModuleDict({name: nn.Linear(6, 4, dtype=torch.bfloat16) for name in ("q", "k", "v")})
+    config = LoraConfig(r=2, target_modules=[*layers], init_lora_weights=False)
+    config._register_custom_module({nn.Linear: AdaptedLinear})
+    inject_adapter_in_model(config, layers, ADAPTER)
+    adapters = [p.requires_grad_() for name, p in layers.named_parameters() if ".lora_" in name]
+    for each in adapters:
+        each.data = each.data.float()
+    outputs = torch.compile(lambda x: outputs_of([*layers.values()], x), backend=backend)
+    sum(outputs(torch.randn(5, 6, dtype=torch.bfloat16))).square().sum().backward()
+    gradients = [each.grad for each in adapters if each.grad is not None]
+    assert len(gradients) == 6
+    for gradient in gradients:  # not views of one gradient of all
+        assert gradient.untyped_storage().nbytes() == gradient.nbytes and gradient.dtype == torch.float32
+
+
 def test_a_layer_without_adapters_or_with_disabled_ones_is_called_as_it_is() -> None:
     layers = nn.ModuleDict({name: nn.Linear(6, 4) for name in ("q", "k")})
     config = LoraConfig(r=2, target_modules=["q"])

@@ -93,8 +93,8 @@ def _lows(adapted: Sequence[AdaptedLinear], x: Tensor) -> Sequence[Tensor]:
     """A x of all layers by one product: each A has few rows, so that one takes about as long as all."""
     if not adapted:
         return []
-    downs = [layer.lora_A[ADAPTER].weight for layer in adapted]
-    low = linear(x.flatten(0, -2), torch.cat(downs).to(x.dtype))
+    downs = [layer.lora_A[ADAPTER].weight.to(x.dtype) for layer in adapted]
+    low = linear(x.flatten(0, -2), torch.cat(downs))
     lows: Sequence[Tensor] = low.split([len(down) for down in downs], dim=-1)  # type: ignore[no-untyped-call]
     return lows
 

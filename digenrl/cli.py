@@ -6,6 +6,7 @@ Commands import what they use themselves, so that help does not wait for it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator
@@ -308,6 +309,8 @@ def sample_command(
         raise ConfigError("--prompt and --prompts: give texts or a file, not both")
     if image and not prompt:
         raise ConfigError("--image: is for texts given with --prompt; in a file, prompts have a column `image`")
+    if guidance is not None and not math.isfinite(guidance):
+        raise ConfigError(f"--guidance: expected a finite number, got {guidance}")
     with _requires("train"):
         from digenrl.commands.sample import SampleRequest, print_samples, sample_run
     texts = prompts if prompts is not None else tuple(prompt or ())

@@ -452,7 +452,9 @@ def read_algorithm_settings(name: str, options: Mapping[str, Any]) -> AlgorithmS
     try:
         return parse_model(settings_type, dict(options))
     except ConfigError as error:
-        raise ConfigError(f"algorithm.options.{error}", f"algorithm.options.{error.where}") from None
+        hint = f"; to leave out the options of another algorithm, write 'algorithm={{name: \"{name}\"}}'"
+        about = f"algorithm.options.{error}{hint if ':' in name else ''}"  # else `blame` knows the override
+        raise ConfigError(about, f"algorithm.options.{error.where}") from None
 
 
 def import_algorithm(path: str) -> Any:

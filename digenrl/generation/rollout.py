@@ -135,9 +135,14 @@ def decode_slice(model: DiffusionModel, generated: GeneratedSlice, limit: RowLim
 def _decode(model: DiffusionModel, final_BL: Tensor, size: SampleSize, limit: RowLimit | None) -> Tensor:
     # Pixels are copied to the host while the next rows are decoded. They are made contiguous, whatever layout the
     # decoder returns: rewards that sum over pixels are then bitwise the same however pixels are transferred.
+    def decode(rows: slice) -> Tensor:
+        pixels_BFCHW = model.decode(final_BL[rows], size).contiguous()
+        model.check_shape("decode", pixels_BFCHW, (len(final_BL[rows]), size.frames, 3, size.height, size.width))
+        return copy_to_host(pixels_BFCHW)
+
     parts = (limit or RowLimit(doing="decoding")).run(
         len(final_BL),
-        lambda rows: copy_to_host(model.decode(final_BL[rows], size).contiguous()),
+        decode,
         save_memory=model.decode_in_tiles,
     )
     synchronize(model.device)
@@ -169,6 +174,7 @@ def _denoise(
         timesteps_B = to_device(times.timestep_B, device)
         with torch.autocast(device.type, torch.bfloat16, enabled=settings.autocast == "bf16"):
             velocity_BL = model.rollout_velocity(latents_BL, timesteps_B, conditioning, plan.guidance, plan.size)
+        model.check_shape("velocity", velocity_BL, latents_BL.shape)
         stochastic_B = torch.tensor([index in each.stochastic_steps for each in plans])
         z_BL = None
         if stochastic_B.any():  # drawn while the GPU computes the velocity

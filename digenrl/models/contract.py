@@ -298,6 +298,14 @@ class DiffusionModel(ABC):
         """
         raise ConfigError(f"{self.family} cannot train on given images; use a family that makes images")
 
+    def check_shape(self, method: str, got: Tensor, expected: Sequence[int]) -> None:
+        """Raises ConfigError if a method of the model returned another shape, which might be broadcast later."""
+        if tuple(got.shape) != tuple(expected):
+            raise ConfigError(
+                f"model family '{self.family}': {method} returned a tensor of shape {tuple(got.shape)}, expected "
+                f"{tuple(expected)}"
+            )
+
     @abstractmethod
     def decode(self, latents_BL: Tensor, size: SampleSize) -> Tensor:
         """Pixels in [0, 1], fp32: (B, frames, 3, height, width)."""

@@ -6,6 +6,7 @@ R / 2 if a term compares two samples); L = one sample's latents.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -186,6 +187,45 @@ class Objective(ABC):
     @abstractmethod
     def loss(self, pairs: PairBatch) -> LossTerms:
         """One value per term. Rows are independent, except for the two of one term."""
+
+
+def check_advantages(objective: Objective, advantages: Advantages, samples: int) -> None:
+    """Raises ConfigError unless a group's advantages are finite, one per sample, with as many chosen as counted.
+
+    The loss is divided by the number of units that the algorithm says it trains. Algorithms may be code of the
+    user's.
+    """
+    name = f"algorithm: {type(objective).__name__}.group_advantages"
+    if not isinstance(advantages, Advantages):
+        got = type(advantages).__name__
+        raise ConfigError(f"{name}: expected a digenrl.models.objective.Advantages, got {got}; return one")
+    finite = [value for value in advantages.values if isinstance(value, float | int) and math.isfinite(value)]
+    if len(advantages.values) != samples or len(finite) != samples:
+        raise ConfigError(
+            f"{name}: expected one finite number per sample, {samples}, got {_shown(advantages.values)}; return "
+            "values in the order of the rewards"
+        )
+    chosen, wanted = advantages.chosen, objective.units_per_group(samples) * objective.rows_per_term
+    if len({*chosen}) != len(chosen) or not {*chosen} <= {*range(samples)}:
+        raise ConfigError(
+            f"{name}: expected different samples from 0 to {samples - 1} as chosen ones, got {_shown(chosen)}"
+        )
+    if chosen and len(chosen) != wanted:
+        raise ConfigError(
+            f"{name}: chose {len(chosen)} of {samples} samples, but units_per_group counts {wanted}; choose as "
+            "many, or override trained_samples of the settings: the loss is divided by this number"
+        )
+
+
+def check_scale(objective: Objective, scale: float) -> None:
+    """Raises ConfigError unless the factor of a batch's advantages is a positive number."""
+    if not isinstance(scale, float | int) or not (math.isfinite(scale) and scale > 0):
+        name = f"algorithm: {type(objective).__name__}.scale"
+        raise ConfigError(f"{name}: expected a finite number above 0, got {scale!r}; return one")
+
+
+def _shown(values: Sequence[object]) -> str:
+    return f"{len(values)}: {str(list(values))[:80]}"
 
 
 def check_loss(objective: Objective, loss: LossTerms, terms: int, *, differentiable: bool) -> None:

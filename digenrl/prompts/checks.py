@@ -27,7 +27,13 @@ def check_prompts(recipe: Recipe, *, may_be_absent: bool = False) -> list[str]:
 
 def held_out_prompts(recipe: Recipe) -> tuple[Prompt, ...]:
     evaluation = recipe.evaluation
-    return () if evaluation is None else read_prompts(evaluation.prompts)[: evaluation.count]
+    if evaluation is None:
+        return ()
+    prompts = read_prompts(evaluation.prompts)
+    if evaluation.count is not None and evaluation.count > len(prompts):
+        where = "evaluation.count"
+        raise ConfigError(f"{where}: {evaluation.count}, but there are {len(prompts)} prompts; lower it", where)
+    return prompts[: evaluation.count]
 
 
 def _is_absent(settings: PromptSettings) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from digenrl.config.limits import PROMPT_CHARACTERS
 from digenrl.config.reading import ConfigError, check_content, errors_in, is_text, mapped, one_line
-from digenrl.config.recipes.prompts import PromptSettings
+from digenrl.config.recipes.prompts import HeldOutPromptSettings, PromptSettings
 
 ImageSource = Path | bytes
 
@@ -114,8 +114,9 @@ def _from_parquet(path: Path, settings: PromptSettings) -> Iterator[Prompt]:
 def _from_record(index: int, record: dict[str, Any], settings: PromptSettings, where: str) -> Prompt:
     column = settings.column
     if column not in record:
+        key = "evaluation.prompts" if isinstance(settings, HeldOutPromptSettings) else "prompts"
         raise ConfigError(
-            f"{where}: no '{column}'; known: {', '.join(record) or 'nothing'}; set prompts.column to one of them"
+            f"{where}: no '{column}'; known: {', '.join(record) or 'nothing'}; set {key}.column to one of them"
         )
     text = record[column]
     if not isinstance(text, str) or not text.strip():

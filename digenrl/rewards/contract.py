@@ -79,7 +79,9 @@ class Reward(ABC):
         check_call(pixels_BFCHW, prompts, metadata)
         check_pixels(self.label, pixels_BFCHW)
         try:
-            return checked(self.label, self._score(pixels_BFCHW, prompts, metadata), len(prompts))
+            # Scorers get lists of their own: one that changes them does not affect the next reward.
+            scores = self._score(pixels_BFCHW, list(prompts), [{**one} for one in metadata])
+            return checked(self.label, scores, len(prompts))
         except RewardError:
             raise
         except Exception as error:  # scorers are foreign code: any exception means "no score"

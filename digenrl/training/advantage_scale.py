@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from digenrl.models.objective import Advantages, LossTerms, Objective
+from digenrl.models.objective import Advantages, LossTerms, Objective, check_advantages, check_scale
 
 
 class AdvantageScale:
@@ -34,6 +34,7 @@ class AdvantageScale:
     def trained_advantages(self, rewards: Sequence[float]) -> Advantages:
         """A group's advantages as its terms are trained with them: final and clamped, or awaiting the scale."""
         advantages = self._objective.group_advantages(rewards)
+        check_advantages(self._objective, advantages, len(rewards))
         if self.over_batch:
             return advantages
         clamp = self._objective.clamp
@@ -45,7 +46,11 @@ class AdvantageScale:
 
     def factor(self, rewards_by_group: Sequence[Sequence[float]]) -> float:
         """The factor of the gradient that awaits the scale, from all rewards of the batch in the groups' order."""
-        return self._objective.scale(rewards_by_group) if self.over_batch else 1.0
+        if not self.over_batch:
+            return 1.0
+        scale = self._objective.scale(rewards_by_group)
+        check_scale(self._objective, scale)
+        return scale
 
     def correction_weights(self, advantages: Advantages, factor: float) -> dict[int, float]:
         """By sample that exceeds the clamp once scaled: the weight that corrects its gradient."""

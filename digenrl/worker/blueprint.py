@@ -464,7 +464,9 @@ def check_adapters(blueprint: Blueprint) -> None:
     Reads no weights of the model. A hub id that is not in the cache is checked when it is loaded.
     """
     recipe, lora = blueprint.recipe, blueprint.recipe.training.lora
-    if lora is None or (lora.targets is None and lora.start_from is None):
+    model_class = blueprint.family.model_class
+    declared = ":" in recipe.model.family and "lora_targets" in vars(model_class)  # by the user's own family
+    if lora is None or (lora.targets is None and lora.start_from is None and not declared):
         return
     try:
         transformer = transformer_without_weights(blueprint)
@@ -472,6 +474,9 @@ def check_adapters(blueprint: Blueprint) -> None:
         return
     if lora.targets is not None:
         check_targets(transformer, lora.targets)
+    elif declared:
+        where = f"{model_class.__module__}.{model_class.__qualname__}.lora_targets"
+        check_targets(transformer, model_class.lora_targets, where)
     if lora.start_from is not None:
         layers = target_layers(transformer, lora_targets(recipe, blueprint.family))
         original = original_layers(blueprint.family.model_class, transformer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from scored_groups import Rollout, scored_groups, toy, trainer_of
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import read_recipe
-from digenrl.models.objective import LossTerms
+from digenrl.models.objective import Advantages, LossTerms
 from digenrl.planning.facts.recipe_workload import profiled_work
+from digenrl.training.advantage_scale import AdvantageScale
 from digenrl.worker.blueprint import read_blueprint
 
 MODULE = """
@@ -138,6 +140,38 @@ def test_its_module_is_not_needed_where_nothing_is_trained() -> None:
 def test_an_error_says_what_is_known(name: str, options: dict[str, float], noun: str) -> None:
     with pytest.raises(ConfigError, match=noun):
         build_algorithm(name, options)
+
+
+@pytest.mark.parametrize(
+    ("returned", "what"),
+    [
+        (lambda count: [1.0] * count, "Advantages, got list"),
+        (lambda count: Advantages((1.0,), (0,)), r"one finite number per sample, 4, got 1: \[1.0\]"),
+        (lambda count: Advantages((math.nan,) * count, ()), "one finite number per sample, 4, got 4: .nan"),
+        (lambda count: Advantages((1.0,) * count, (0, 99, 1, 2)), r"from 0 to 3 .*\[0, 99, 1, 2\]"),
+        (lambda count: Advantages((1.0,) * count, (0, 0, 1, 1)), r"different samples .*\[0, 0, 1, 1\]"),
+        (lambda count: Advantages((1.0,) * count, (0, 1)), "chose 2 of 4 samples, .*counts 4; .*trained_samples"),
+    ],
+)
+def test_advantages_that_would_be_trained_wrongly_are_an_error_of_the_algorithm(
+    returned: Callable[[int], Any], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm, model = build_algorithm(NAME), toy()
+    groups = scored_groups(model, algorithm, Rollout(groups=2, steps=6))
+    trainer = trainer_of(model, algorithm, groups)
+    monkeypatch.setattr(type(algorithm), "group_advantages", lambda _, rewards: returned(len(rewards)))
+    with pytest.raises(ConfigError, match=f"PolicyGradient.group_advantages: .*{what}"):
+        trainer.add_group(groups[0])
+
+
+@pytest.mark.parametrize("scale", [0.0, math.inf, None])
+def test_a_scale_that_is_no_positive_number_is_an_error_of_the_algorithm(
+    scale: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithm = build_algorithm(NAME, {"advantage": {"std_over": "batch"}})
+    monkeypatch.setattr(type(algorithm), "scale", lambda *_: scale)
+    with pytest.raises(ConfigError, match=f"PolicyGradient.scale: .*above 0, got {scale}"):
+        AdvantageScale(algorithm).factor([[0.0, 1.0]])
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ PromptOutput = Annotated[
 # make-tiny
 FamilyName = Annotated[str, typer.Argument(metavar="FAMILY", help="The model family, e.g. sd3 or wan.")]
 PipelineFolder = Annotated[Path, typer.Argument(metavar="DIR", help="A new folder for the pipeline.")]
-WeightsSeed = Annotated[int, typer.Option(min=0, help="The seed of the random weights.")]
+WeightsSeed = Annotated[int, typer.Option(min=0, max=2**64 - 1, help="The seed of the random weights.")]
 
 # reward serve
 RewardNames = Annotated[

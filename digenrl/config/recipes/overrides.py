@@ -77,7 +77,8 @@ def _about_list(config: DictConfig, key: str) -> str:
 def blame(error: ConfigError, overrides: Sequence[Override], otherwise: str) -> ConfigError:
     """The same error, prefixed with the override that caused it, or with `otherwise`."""
     where = _in_dots(error.where)
-    for override in overrides:
+    last = {override.key: override for override in overrides}
+    for override in sorted(last.values(), key=lambda each: -len(each.key)):  # the most specific one first
         if where == override.key:
             return ConfigError(f"{override.text}: {str(error).removeprefix(f'{error.where}: ')}", error.where)
         inside = where.startswith(f"{override.key}.")

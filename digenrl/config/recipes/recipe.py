@@ -396,7 +396,7 @@ class Recipe(Frozen):
     """One run. See `digenrl/recipes/*.yaml`."""
 
     name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**64)
     steps: OptimizerSteps
     mode: Mode = "local"
     model: ModelSettings

@@ -173,8 +173,8 @@ def target_layers(transformer: nn.Module, targets: Targets) -> list[str]:
     ]
 
 
-def check_targets(transformer: nn.Module, targets: Targets) -> None:
-    """Raises ConfigError if a target matches nothing, or something that is not a linear layer."""
+def check_targets(transformer: nn.Module, targets: Targets, where: str = TARGETS) -> None:
+    """Raises ConfigError if a target, given at `where`, matches nothing, or no linear layer."""
     transformer = next(iter(parts_of(transformer).values()))  # two transformers have the same layers
     linears = _linears(transformer)
     known = sorted({layer_kind(path) for path in linears})
@@ -183,7 +183,7 @@ def check_targets(transformer: nn.Module, targets: Targets) -> None:
         others = [path for path in matching if path not in linears]
         if not matching or others:
             what = f"{others[0]}, which is not a linear layer" if others else "no layer"
-            raise ConfigError(f"{TARGETS}: '{target}' matches {what}; {nearest(target, known)}", TARGETS)
+            raise ConfigError(f"{where}: '{target}' matches {what}; {nearest(target, known)}", where)
 
 
 def _patterns(targets: Targets) -> dict[str, str]:

@@ -6,6 +6,7 @@ resolution is 3.6e-15. Values up to 2**14 can be added, and sums up to 2**15 fit
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
@@ -25,6 +26,7 @@ from digenrl.training.sample_jobs import SampleJob
 UNITS_PER_ONE = 2.0**48
 LARGEST_VALUE = 2.0**14  # of a job's gradient, exclusive
 LARGEST_SUM = 2.0**15 - 1  # of the largest values of all jobs; leaves room for rounding
+NOT_FINITE = "check the algorithm's loss, the rewards and the learning rate"
 UNCHANGED = (
     "the weights are unchanged; check rewards and learning rate or, unless several cards train, "
     "set training.sum_in_order=false to add gradients as floats"
@@ -153,7 +155,9 @@ class FixedPointSums:
             each.largest = dict(zip(each.largest, to_host(list(each.largest.values())), strict=True))
             for job, largest in each.largest.items():
                 value = float(largest)
-                if not value < LARGEST_VALUE:
+                if not math.isfinite(value):
+                    problem = f"gradients of {job} are {value:g}; the weights are unchanged; {NOT_FINITE}"
+                elif not value < LARGEST_VALUE:
                     problem = (
                         f"gradients of {job} reach {value:g}, expected less than {LARGEST_VALUE:g}; {UNCHANGED}"
                     )

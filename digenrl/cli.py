@@ -26,7 +26,7 @@ from digenrl.config.limits import SIMULATED_SEARCH_BUDGET
 from digenrl.config.reading import ConfigError
 from digenrl.config.token_variables import REWARD_TOKEN
 from digenrl.runs.stopping import RunFailedError
-from digenrl.telemetry.writing import NO_SPACE, check_new_yaml, write_atomically
+from digenrl.telemetry.writing import NO_SPACE, check_is_no_input, check_new_yaml, write_atomically
 
 app = typer.Typer(
     name="digenrl",
@@ -90,7 +90,7 @@ def simulate_command(
     from digenrl.commands.simulate import TraceFiles, compare_techniques, predict_device, simulate_spec
 
     files = TraceFiles(trace, gantt)
-    files.check(ladder)
+    files.check(ladder, [path for path in (spec_file, profile and Path(profile)) if path])
     if unpacked is not None and not ladder:
         raise ConfigError("--unpacked: only --ladder uses it; add --ladder or leave it out")
     if spec_file is not None:
@@ -132,6 +132,9 @@ def plan_command(
     words = _words(recipe, overrides)
     request = plan.read_request(words, model)
     files = plan.output_files(request, out_file, spec_file, force)
+    for option, path in (("--out", files.plan), ("--spec", files.spec)):
+        if path is not None:
+            check_is_no_input(path, [cluster, *map(Path, words[:1])], option)
     shares = plan.stale_shares(request, on_policy, stale_shares)
     settings = plan.plan_options(shares, ranks, objective, keep)
     with progress_bar("planning", hidden=as_json) as report:

@@ -20,12 +20,19 @@ FAILED = 1  # exit code
 
 
 def read_campaign(seeds: int, first_seed: int, large: bool, faults: str | None, only: str | None) -> Campaign:
-    """The campaign that the options ask for; raises ConfigError for unknown kinds of faults."""
+    """The campaign that the options ask for; raises ConfigError for unknown faults or kinds of faults."""
     kinds = EVERY_KIND if faults is None else tuple(faults.split(","))
     for kind in kinds:
         if kind not in KINDS:
             raise ConfigError(f"--faults: unknown kind '{kind}'; {nearest(kind, list(KINDS))}")
-    return Campaign(seeds, first_seed, kinds, large, _numbers(only))
+    campaign = Campaign(seeds, first_seed, kinds, large, _numbers(only))
+    if seeds == 1 and campaign.only:  # as a failure is replayed
+        known = range(len(campaign.world(first_seed).faults))
+        unknown = [number for number in campaign.only if number not in known]
+        if unknown:
+            numbers = ", ".join(map(str, known)) or "none"
+            raise ConfigError(f"--only: seed {first_seed} has no fault {unknown[0]}; known: {numbers}")
+    return campaign
 
 
 def _numbers(only: str | None) -> tuple[int, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -30,7 +31,7 @@ from digenrl.telemetry.gantt_svg import gantt_svg
 from digenrl.telemetry.gantt_terminal import gantt_text
 from digenrl.telemetry.perfetto import write_perfetto
 from digenrl.telemetry.trace import Trace
-from digenrl.telemetry.writing import check_writable, write_atomically
+from digenrl.telemetry.writing import check_is_no_input, check_writable, write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,12 @@ class TraceFiles:
     perfetto: Path | None
     gantt: Path | None
 
-    def check(self, ladder: bool) -> None:
-        """Raises ConfigError if a file cannot be written, or does not go with --ladder."""
+    def check(self, ladder: bool, inputs: Iterable[Path]) -> None:
+        """Raises ConfigError if a file cannot be written, is an input, or does not go with --ladder."""
         given = [path for path in (self.perfetto, self.gantt) if path is not None]
         for path in given:
             check_writable(path)
+            check_is_no_input(path, inputs, "--trace" if path == self.perfetto else "--gantt")
         if ladder and given:
             raise ConfigError(
                 "--ladder: simulates several runs, without --trace and --gantt; leave one of them out"

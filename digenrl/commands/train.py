@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -95,8 +95,10 @@ def resume_run(
             "other than tcss, and what affects only rounding, such as training.pack_size; for anything else, "
             f"start a new run with model.source set to what 'digenrl export {folder.path} --to merged' writes"
         )
-    with folder.locked():  # a process that is training here keeps its recipe
+    with folder.locked(), ExitStack() as unless_it_trains:  # a process that is training here keeps its recipe
+        backend = None
         if restart:
+            backend = unless_it_trains.enter_context(closing(check_recipe(recipe)))  # before checkpoints are moved
             _set_checkpoints_aside(folder, tell)
         resume_point = find_resume_point(folder, tell, recipe)
         if resume_point is None:
@@ -105,8 +107,11 @@ def resume_run(
             resume_point = mend_logs(folder, resume_point, tell)
             _check_something_is_left(folder, recipe, resume_point)
             tell(_where_it_resumes(folder, resume_point))
-        backend = check_recipe(recipe if resume_point is None else recipe.from_checkpoint())
+        if backend is None:
+            opened = check_recipe(recipe if resume_point is None else recipe.from_checkpoint())
+            backend = unless_it_trains.enter_context(closing(opened))
         folder.write_recipe(recipe)
+        unless_it_trains.pop_all()
     with closing(backend):
         return _train_and_report(folder, backend, console, as_json, resume_point)
 

@@ -352,7 +352,7 @@ _KINDS_IN_YAML = {
 
 def _describe(value: Any) -> str:
     try:
-        text = repr(value)
+        text = str(value) if isinstance(value, Decimal) else repr(value)
     except (ValueError, RecursionError):  # Python refuses to print integers of thousands of digits
         return f"a {type(value).__name__} that is too large to print"
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -65,7 +65,7 @@ def schedule_if_lanes_do_both(spec: Spec, search_budget: int = SEARCH_BUDGET) ->
 
     def predict(simpler: Spec) -> tuple[Spec, float]:
         fixed = with_best_slice(simpler, search_budget) if simpler.slice == "auto" else simpler
-        return fixed, predict_makespan(fixed, search_budget)
+        return fixed, _exact_makespan(fixed, search_budget)
 
     return choose_schedule(spec, predict)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,6 +23,12 @@ def check_writable(path: Path) -> Path:
     if not os.access(path.parent, os.W_OK):
         raise ConfigError(f"{path}: cannot be written: {path.parent} is read-only; name a file in another folder")
     return path
+
+
+def check_is_no_input(path: Path, inputs: Iterable[Path], option: str) -> None:
+    """Raises ConfigError if the file that `option` writes is one of those that the command reads."""
+    if path.resolve() in {each.resolve() for each in inputs}:
+        raise ConfigError(f"{option}: {path} is a file that this command reads; choose another name")
 
 
 def check_new_file(path: Path, force: bool, option: str = "--out") -> None:

@@ -46,6 +46,7 @@ from digenrl.simulation.shared_work import best_rules, commit_ends_ns
 from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.step_forecast import StepForecast
+from digenrl.simulation.tables import title_of
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from simulation.action_log import ActionLog
 
@@ -373,6 +374,42 @@ def test_auto_loses_to_nothing_and_stays_above_its_bound(content: dict[str, Any]
     for name, other in alternatives(spec).items():
         assert answer.makespan <= simulate(other).answer.makespan + 1e-9, name
     assert predict_makespan(spec, 200_000) == pytest.approx(answer.makespan)
+
+
+def test_auto_compares_exact_makespans_if_pools_have_slices_of_their_own() -> None:
+    """Forecasts are estimates then: that of colocated cards is 36 % too long."""
+    content = {
+        "steps": 2,
+        "prompts": 2,
+        "samples_per_prompt": 2,
+        "slice": "auto",
+        "generators": [
+            {"name": "fast", "seconds": {1: 2.85, 2: 4.3}, "slice": 1},
+            {
+                "name": "slow",
+                "count": 2,
+                "seconds": {1: 4.32, 2: 6.3},
+                "slice": 2,
+                "train_seconds": 0.6,
+                "switch": 0.2,
+            },
+        ],
+        "trainer": {
+            "seconds_per_sample": 1.2,
+            "reduce": 0.3,
+            "job": 2,
+            "helper": {"lanes": 1, "seconds": {1: 3.72, 2: 6.45}, "switch_in": 0.5},
+        },
+        "policy": {"assist": "both", "help": "auto", "stale_fraction": 1},
+    }
+    spec = parse_model(Spec, content)
+    colocated = simulate(alternatives(spec)["colocated"]).answer.makespan
+    assert simulate(spec).answer.makespan <= colocated < simulate(spec.with_rules(help="search")).answer.makespan
+
+
+def test_lanes_that_may_not_help_are_described_as_such() -> None:
+    spec = spec_of(TWO_CARDS, policy={"assist": "both", "help": "none"})
+    assert "help none" in title_of(spec) and "every card" not in title_of(spec)
 
 
 @settings(max_examples=8)

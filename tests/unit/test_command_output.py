@@ -99,6 +99,12 @@ def test_libraries_send_no_usage_data_unless_asked_to() -> None:
         ("simulate --chaos 1 --trace run.json", "--chaos: .*--trace"),
         ("simulate --chaos 1 --unpacked 2", "--chaos: .*--unpacked"),
         ("simulate docs/specs/gap.yaml --trace both.svg --gantt ./both.svg", "--trace and --gantt: .*both.svg"),
+        ("simulate docs/specs/gap.yaml --gantt docs/../docs/specs/gap.yaml", "--gantt: .*gap.yaml is a file that"),
+        (
+            "plan demo --cluster examples/cluster_measured.yaml --out examples/cluster_measured.yaml --force",
+            "--out",
+        ),
+        ("simulate --chaos 1 --only 99", "--only: seed 0 has no fault 99; known: 0, 1"),
         ("profile demo --out cpu.json", "--out: .*cpu.json.*.yaml"),
         ("profile demo --out cpu", "--out: .*cpu.*.yaml"),
         ("probe --out cluster.json", "--out: .*cluster.json.*.yaml"),

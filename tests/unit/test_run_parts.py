@@ -398,6 +398,9 @@ def test_steps_are_never_discarded_without_being_asked_to(tmp_path: Path) -> Non
     assert folder.metrics.read_text() == '{"step":0}\n'
     folder.checkpoints.mkdir()
     write_checkpoint(folder, 3)
+    with pytest.raises(ConfigError, match="nowhere: no such directory"):
+        resume_run(folder.path, [], Console(file=io.StringIO()), False, restart=True)
+    assert find_resume_point(folder) is not None, "an error changes nothing"
     assert folder.set_checkpoints_aside() == folder.path / "checkpoints.old-1"
     assert find_resume_point(folder) is None and folder.set_checkpoints_aside() is None
 

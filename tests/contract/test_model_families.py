@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from tiny_pipelines import shared_tiny_model, tiny_folder, tiny_model, with_own_
 from torch import Tensor
 
 from digenrl.config.reading import ConfigError
+from digenrl.config.recipes.files import read_recipe
 from digenrl.models.adapters.lora import (
     adapter_parameters,
     adapters_disabled,
@@ -38,6 +40,7 @@ from digenrl.models.model_weights import load_weights, weights_state
 from digenrl.models.pipeline_model import PipelineModel
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.testing.tiny_models import TINY_MODELS, make_tiny_pipeline, tiny_size
+from digenrl.worker.blueprint import check_adapters, read_blueprint
 
 PROMPTS = ["a red cat", "a sign that says hello"]
 STEPS = 3
@@ -690,6 +693,9 @@ def test_a_family_outside_of_the_package_is_named_by_its_import_path(
         "    family, lora_targets, text_encoders = 'unfinished', (), ()\n"
         "    encode = noise_shape = schedule = decode = SD3Model.encode\n"
         "UNFINISHED = replace(SD3, model_class=Unfinished)\n"
+        "class Mistyped(OwnModel):\n"
+        "    lora_targets = ('attn.to_q', 'attn.to_kk')\n"
+        "MISTYPED = replace(SD3, model_class=Mistyped)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     family = find_family("own_families:OWN")
@@ -698,6 +704,14 @@ def test_a_family_outside_of_the_package_is_named_by_its_import_path(
     model = family.load(tmp_path / "sd3")
     add_lora(model, rank=2, alpha=2, seed=0)
     save_lora(model, tmp_path / "lora")  # an export does not need a registered family
+    (tmp_path / "prompts.txt").write_text("a cat")
+    options = [f"model.source={tmp_path / 'sd3'}", f"prompts={{path: {tmp_path / 'prompts.txt'}}}", "rewards=ocr"]
+    options += ["sample.height=32", "sample.width=32", "training.lora.targets=null"]
+    for name in ("OWN", "MISTYPED"):
+        blueprint = read_blueprint(read_recipe("sd3_flow_grpo", [f"model.family=own_families:{name}", *options]))
+        mistyped = pytest.raises(ConfigError, match=r"Mistyped.lora_targets: 'attn.to_kk' matches no layer")
+        with mistyped if name == "MISTYPED" else nullcontext():
+            check_adapters(blueprint)
     for path, named in (
         ("own_families:OWM", "'OWN'"),
         ("own_families:NUMBER", "Family"),

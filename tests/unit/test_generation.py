@@ -236,6 +236,22 @@ def test_a_plan_made_by_hand_is_checked_before_the_first_forward(stochastic, kep
         generate_slice(model, model.encode(["x"]), [plan], slice_, RolloutSettings(0), version=0)
 
 
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("velocity", r"family 'toy': velocity returned a tensor of shape \(1, .*expected \(4, "),
+        ("decode", r"family 'toy': decode returned a tensor of shape \(1, .*expected \(4, "),
+    ],
+)
+def test_shapes_of_a_model_that_would_be_broadcast_are_refused(
+    method: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = getattr(ToyModel, method)
+    monkeypatch.setattr(ToyModel, method, lambda *inputs: original(*inputs)[:1])
+    with pytest.raises(ConfigError, match=message):
+        decode_slice(ToyModel(), generate(ToyModel(), Slice(2, 1, 0, GROUP), AllSteps(), Needs()))
+
+
 # --- Rollouts ------------------------------------------------------------------------------------------------
 
 

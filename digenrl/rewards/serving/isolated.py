@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import IO, Any
 
 from torch import Tensor
@@ -25,7 +25,7 @@ from digenrl.config.rewards.table import FunctionSettings
 from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, Reward, RewardBatch, RewardError
 
 START_TIMEOUT_S = 600.0  # imports and loads models
-EXIT_TIMEOUT_S = 1.0  # of a process that has closed its pipe
+EXIT_TIMEOUT_S = 10  # of a process that has closed its pipe
 SECRET = re.compile(
     r"TOKENS?(_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|(^|_)KEYS?(_|$)", re.IGNORECASE
 )
@@ -93,11 +93,14 @@ class IsolatedReward(Reward):
         try:
             yield
         except (OSError, EOFError, ValueError):
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=EXIT_TIMEOUT_S)  # it may be ending with a code of its own
-            process.kill()
-            code = process.wait()
-            why = f"took longer than {seconds:g} s" if expired.is_set() else f"its process ended with code {code}"
+            try:  # it may be ending with a code of its own
+                why = f"its process ended with code {process.wait(timeout=EXIT_TIMEOUT_S)}"
+            except subprocess.TimeoutExpired:
+                why = "its process closed its output and did not end"
+                process.kill()
+                process.wait()
+            if expired.is_set():
+                why = f"took longer than {seconds:g} s"
             raise RewardError(self.label, f"{why}; a new process is started for the next batch") from None
         finally:
             timer.cancel()

@@ -57,14 +57,14 @@ def check_source_counts(
             raise ConfigError(
                 f"{prompt.where}: has {_images(count)}, but {family.name} needs {_images(allowed.least)} "
                 f"({' or '.join(family.tasks)}); {how}, or use another model.family"
-                f"{_known('text_to_' + family.kind)}"
+                f"{_known('text_to_' + family.kind, family)}"
             )
         if count > allowed.most:
             takes = _images(allowed.most) if allowed.most == 0 else f"at most {_images(allowed.most)}"
             task = "image_to_video" if family.kind == "video" else "image_edit"
             raise ConfigError(
                 f"{prompt.where}: has {_images(count)}, but {family.name} takes {takes} "
-                f"({' or '.join(family.tasks)}); leave some out, or use another model.family{_known(task)}"
+                f"({' or '.join(family.tasks)}); leave some out, or use another model.family{_known(task, family)}"
             )
 
 
@@ -72,7 +72,7 @@ def _images(count: int) -> str:
     return f"{count or 'no'} source image{'' if count == 1 else 's'}"
 
 
-def _known(task: str) -> str:
-    """The families with this task."""
-    names = [family.name for family in FAMILIES.values() if task in family.tasks]
+def _known(task: str, given: Family) -> str:
+    """The other families with this task."""
+    names = [family.name for family in FAMILIES.values() if task in family.tasks and family.name != given.name]
     return f": {', '.join(names)}" if names else ""

@@ -67,7 +67,17 @@ def _from_file(path: Path, settings: PromptSettings) -> tuple[Prompt, ...]:
     prompts = tuple(islice(readers[path.suffix](path, settings), settings.count))
     if not prompts:
         raise ConfigError(f"{path}: contains no prompts; at least one is needed")
+    if settings.image_column is not None and not any(prompt.images for prompt in prompts):
+        known = ", ".join(prompts[0].metadata) or "nothing"
+        raise ConfigError(
+            f"{path}: no prompt has a source image in '{settings.image_column}'; other columns: {known}; set "
+            f"{_key(settings)}.image_column to the one with images, or leave it out"
+        )
     return prompts
+
+
+def _key(settings: PromptSettings) -> str:
+    return "evaluation.prompts" if isinstance(settings, HeldOutPromptSettings) else "prompts"
 
 
 def _from_text(path: Path, settings: PromptSettings) -> Iterator[Prompt]:
@@ -114,10 +124,8 @@ def _from_parquet(path: Path, settings: PromptSettings) -> Iterator[Prompt]:
 def _from_record(index: int, record: dict[str, Any], settings: PromptSettings, where: str) -> Prompt:
     column = settings.column
     if column not in record:
-        key = "evaluation.prompts" if isinstance(settings, HeldOutPromptSettings) else "prompts"
-        raise ConfigError(
-            f"{where}: no '{column}'; known: {', '.join(record) or 'nothing'}; set {key}.column to one of them"
-        )
+        known = ", ".join(record) or "nothing"
+        raise ConfigError(f"{where}: no '{column}'; known: {known}; set {_key(settings)}.column to one of them")
     text = record[column]
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(f"{where}: '{column}' must be a non-empty string, got {repr(text)[:60]}")

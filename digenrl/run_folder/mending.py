@@ -28,8 +28,10 @@ def mend_lines(path: Path, position: int) -> tuple[int, str | None]:
         os.fsync(file.fileno())
     aside = _set_aside(path)
     mended.rename(path)
-    kept = f"kept {len(good)} good lines" + (f", the damaged file is {aside.name}" if aside else "")
-    return path.stat().st_size, f"{path}: was cut or damaged; {kept}"
+    if aside is None:
+        return 0, f"{path}: was missing; its lines are lost"
+    kept = f"kept {len(good)} good line{'' if len(good) == 1 else 's'}"
+    return path.stat().st_size, f"{path}: was cut or damaged; {kept}, the damaged file is {aside.name}"
 
 
 def _first_bytes(path: Path, count: int) -> bytes:

@@ -26,7 +26,7 @@ from digenrl.config.limits import SIMULATED_SEARCH_BUDGET
 from digenrl.config.reading import ConfigError
 from digenrl.config.token_variables import REWARD_TOKEN
 from digenrl.runs.stopping import RunFailedError
-from digenrl.telemetry.writing import NO_SPACE, check_is_no_input, check_new_yaml, write_atomically
+from digenrl.telemetry.writing import NO_SPACE, check_new_yaml, write_atomically
 
 app = typer.Typer(
     name="digenrl",
@@ -131,10 +131,7 @@ def plan_command(
 
     words = _words(recipe, overrides)
     request = plan.read_request(words, model)
-    files = plan.output_files(request, out_file, spec_file, force)
-    for option, path in (("--out", files.plan), ("--spec", files.spec)):
-        if path is not None:
-            check_is_no_input(path, [cluster, *map(Path, words[:1])], option)
+    files = plan.output_files(request, out_file, spec_file, force, inputs=[cluster, *map(Path, words[:1])])
     shares = plan.stale_shares(request, on_policy, stale_shares)
     settings = plan.plan_options(shares, ranks, objective, keep)
     with progress_bar("planning", hidden=as_json) as report:

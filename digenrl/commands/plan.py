@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -39,7 +40,7 @@ from digenrl.planning.results.plan_tables import (
 from digenrl.planning.results.plans import PlanResult
 from digenrl.planning.sites.trainer_places import places_words
 from digenrl.prompts.checks import check_prompts
-from digenrl.telemetry.writing import check_new_yaml, write_atomically
+from digenrl.telemetry.writing import check_is_no_input, check_new_yaml, write_atomically
 
 DEFAULT_FILE = Path("plan.yaml")
 
@@ -69,8 +70,10 @@ def read_request(words: list[str], model: str | None) -> Recipe | Workload:
     return recipe
 
 
-def output_files(request: Recipe | Workload, plan: Path | None, spec: Path | None, force: bool) -> PlanFiles:
-    """The files to write; raises ConfigError if one exists or cannot be written."""
+def output_files(
+    request: Recipe | Workload, plan: Path | None, spec: Path | None, force: bool, inputs: Sequence[Path]
+) -> PlanFiles:
+    """The files to write; raises ConfigError if one exists, cannot be written, or is an input."""
     if isinstance(request, Recipe):
         files = PlanFiles(plan or DEFAULT_FILE, spec)
     elif plan is not None:
@@ -81,6 +84,7 @@ def output_files(request: Recipe | Workload, plan: Path | None, spec: Path | Non
         raise ConfigError(f"--out and --spec: both are {files.plan}; give different files")
     for option, path in (("--out", files.plan), ("--spec", files.spec)):
         if path is not None:
+            check_is_no_input(path, inputs, option)
             check_new_yaml(path, force, option)
     return files
 

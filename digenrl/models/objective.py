@@ -10,6 +10,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real  # numbers of numpy, too
 from typing import Literal
 
 from torch import Tensor
@@ -199,7 +200,7 @@ def check_advantages(objective: Objective, advantages: Advantages, samples: int)
     if not isinstance(advantages, Advantages):
         got = type(advantages).__name__
         raise ConfigError(f"{name}: expected a digenrl.models.objective.Advantages, got {got}; return one")
-    finite = [value for value in advantages.values if isinstance(value, float | int) and math.isfinite(value)]
+    finite = [value for value in advantages.values if isinstance(value, Real) and math.isfinite(value)]
     if len(advantages.values) != samples or len(finite) != samples:
         raise ConfigError(
             f"{name}: expected one finite number per sample, {samples}, got {_shown(advantages.values)}; return "
@@ -219,7 +220,7 @@ def check_advantages(objective: Objective, advantages: Advantages, samples: int)
 
 def check_scale(objective: Objective, scale: float) -> None:
     """Raises ConfigError unless the factor of a batch's advantages is a positive number."""
-    if not isinstance(scale, float | int) or not (math.isfinite(scale) and scale > 0):
+    if not isinstance(scale, Real) or not (math.isfinite(scale) and scale > 0):
         name = f"algorithm: {type(objective).__name__}.scale"
         raise ConfigError(f"{name}: expected a finite number above 0, got {scale!r}; return one")
 

@@ -25,7 +25,7 @@ from digenrl.config.rewards.table import FunctionSettings
 from digenrl.rewards.contract import SOURCE_IMAGES, Metadata, Reward, RewardBatch, RewardError
 
 START_TIMEOUT_S = 600.0  # imports and loads models
-EXIT_TIMEOUT_S = 10  # of a process that has closed its pipe
+EXIT_TIMEOUT_S = 10.0  # of a process that has closed its pipe
 SECRET = re.compile(
     r"TOKENS?(_|$)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|API_?KEY|(^|_)KEYS?(_|$)", re.IGNORECASE
 )

@@ -6,10 +6,9 @@ resolution is 3.6e-15. Values up to 2**14 can be added, and sums up to 2**15 fit
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +154,7 @@ class FixedPointSums:
             each.largest = dict(zip(each.largest, to_host(list(each.largest.values())), strict=True))
             for job, largest in each.largest.items():
                 value = float(largest)
-                if not math.isfinite(value):
+                if not isfinite(value):
                     problem = f"gradients of {job} are {value:g}; the weights are unchanged; {NOT_FINITE}"
                 elif not value < LARGEST_VALUE:
                     problem = (

@@ -30,7 +30,8 @@ from digenrl.telemetry.writing import NO_SPACE, check_new_yaml, write_atomically
 
 app = typer.Typer(
     name="digenrl",
-    help="RL post-training for diffusion models on separate pools of cards.",
+    help="RL post-training for diffusion image and video models.",
+    epilog="To start, run 'digenrl train demo': it needs no GPU and downloads no model.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -48,183 +49,10 @@ INTERRUPTED = 130  # the exit code of a run that saved and stopped, as of any pr
 def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
 ) -> None:
-    """RL post-training for diffusion models on separate pools of cards."""
+    """RL post-training for diffusion image and video models."""
     if version:
         typer.echo(__version__)
         raise typer.Exit
-
-
-@app.command("simulate")
-def simulate_command(
-    spec_file: options.SpecFile = None,
-    profile: options.ProfileName = None,
-    as_json: options.AsJson = False,
-    trace: options.TraceFile = None,
-    gantt: options.GanttFile = None,
-    ladder: options.Ladder = False,
-    unpacked: options.Unpacked = None,
-    budget: options.SearchBudget = SIMULATED_SEARCH_BUDGET,
-    chaos: options.ChaosSeeds = None,
-    first_seed: options.FirstSeed = 0,
-    faults: options.FaultKinds = None,
-    large: options.LargeWorlds = False,
-    only: options.OnlyFaults = None,
-) -> None:
-    """Simulate a schedule, or faults.
-
-    Runs a SPEC through the production scheduler on a virtual clock. With --chaos, runs scheduler and driver in
-    small random worlds in which workers, messages and machines fail.
-    """
-    if chaos is not None:
-        from digenrl.commands.chaos import read_campaign, run_chaos
-
-        if ladder or any(each is not None for each in (spec_file, profile, trace, gantt, unpacked)):
-            raise ConfigError(
-                "--chaos: draws its own worlds, and writes no trace; leave out the SPEC, --profile, --trace, "
-                "--gantt, --ladder and --unpacked"
-            )
-        run_chaos(read_campaign(chaos, first_seed, large, faults, only), as_json)
-        return
-    if first_seed or faults is not None or large or only is not None:
-        raise ConfigError("--first-seed, --faults, --large, --only: only --chaos uses them; add --chaos SEEDS")
-    from digenrl.commands.simulate import TraceFiles, compare_techniques, predict_device, simulate_spec
-
-    files = TraceFiles(trace, gantt)
-    files.check(ladder, [path for path in (spec_file, profile and Path(profile)) if path])
-    if unpacked is not None and not ladder:
-        raise ConfigError("--unpacked: only --ladder uses it; add --ladder or leave it out")
-    if spec_file is not None:
-        from digenrl.config.spec import read_spec
-
-        spec = read_spec(spec_file, profile)
-        if ladder:
-            compare_techniques(spec, unpacked, budget, as_json)
-        else:
-            simulate_spec(spec, budget, files, as_json)
-    elif profile is not None and not ladder:
-        predict_device(profile, files, as_json)
-    else:
-        raise ConfigError("simulate: give a SPEC: 'digenrl simulate spec.yaml', or --profile PROFILE alone")
-
-
-@app.command("plan")
-def plan_command(
-    cluster: options.ClusterFile,
-    recipe: options.OptionalRecipe = None,
-    overrides: options.PlanOverrides = None,
-    model: options.ModelName = None,
-    as_json: options.AsJson = False,
-    out_file: options.PlanFile = None,
-    spec_file: options.PlanSpecFile = None,
-    force: options.Force = False,
-    on_policy: options.OnPolicy = False,
-    stale_shares: options.StaleShares = None,
-    ranks: options.TrainerRanks = None,
-    objective: options.ObjectiveName = "throughput",
-    keep: options.KeptPlans = 5,
-) -> None:
-    """Plan the use of a cluster.
-
-    Chooses which cards generate and which train a recipe, and how.
-    """
-    from digenrl.commands import plan
-
-    words = _words(recipe, overrides)
-    request = plan.read_request(words, model)
-    files = plan.output_files(request, out_file, spec_file, force, inputs=[cluster, *map(Path, words[:1])])
-    shares = plan.stale_shares(request, on_policy, stale_shares)
-    settings = plan.plan_options(shares, ranks, objective, keep)
-    with progress_bar("planning", hidden=as_json) as report:
-        result = plan.search_plans(request, plan.read_cards(cluster, request), settings, report)
-    content = plan.write_plan(request, result, files, words)
-    if as_json:
-        typer.echo(json.dumps(content))
-    else:
-        plan.show_plans(out, result, words, files, content.get("overlay"))
-
-
-@app.command("probe")
-def probe_command(
-    out_file: options.ProposedClusterFile = CLUSTER,
-    address: options.ClusterAddress = "auto",
-    force: options.Force = False,
-) -> None:
-    """Measure the links of a Ray cluster.
-
-    Sends 4 to 16 MiB between every two machines, and writes a cluster file for plan, with proposed sites.
-    """
-    from digenrl.commands.probe import probe_cluster, write_proposal
-
-    check_new_yaml(out_file, force)
-    probed = probe_cluster(address, lambda message: err.print(message, highlight=False))
-    write_proposal(probed, out_file)
-    out.print(probed.summary(), highlight=False)
-    out.print(
-        f"wrote {out_file}  (correct it, then use it with: digenrl plan RECIPE --cluster {out_file})",
-        soft_wrap=True,
-    )
-
-
-@app.command("profile")
-def profile_command(
-    recipe: options.RecipeName,
-    overrides: options.Overrides = None,
-    largest_slice: options.LargestSlice = None,
-    out_file: options.ProfileFile = PROFILE,
-    force: options.Force = False,
-    as_json: options.AsJson = False,
-) -> None:
-    """Measure the costs of a recipe on this device.
-
-    Writes a profile, which simulate and plan can use.
-    """
-    from digenrl.config.profiles import write_profile
-    from digenrl.config.recipes.files import read_recipe
-
-    check_new_yaml(out_file, force)
-    settings = read_recipe(recipe, overrides or [], without_prompts=True)
-    with _requires("train"):
-        from digenrl.commands.profile import profile_recipe, slice_sizes
-    from digenrl.simulation.tables import profile_table
-
-    with progress_bar("profiling", hidden=as_json) as report:
-        profile = profile_recipe(settings, slice_sizes(settings, largest_slice), report)
-    write_atomically(out_file, write_profile(profile))
-    if as_json:
-        typer.echo(json.dumps(profile.model_dump(mode="json")))
-        return
-    out.print(profile_table(profile))
-    for remark in profile.remarks:
-        out.print(f"not measured: {remark}", style="dim", highlight=False)
-    out.print(f"wrote {out_file}  (use it with: digenrl simulate --profile {out_file})", soft_wrap=True)
-
-
-@app.command("check")
-def check_command(
-    target: options.CheckTarget,
-    overrides: options.Overrides = None,
-    probe: options.ProbeText = PROBE,
-    download: options.Download = False,
-    steps: options.ProbeSteps = 4,
-    seed: options.ProbeSeed = 0,
-    out_file: options.PictureFile = Path("check.png"),
-    device: options.DeviceName = None,
-    as_json: options.AsJson = False,
-) -> None:
-    """Check a model before training.
-
-    Names its family and task, and what it would download; with the files here, compares it with diffusers.
-    """
-    with _requires("train"):
-        from digenrl.commands.check import CheckRequest, check_model, show_check
-        from digenrl.commands.sample import find_device
-    request = CheckRequest(probe, download, steps, seed, find_device(device), out_file)
-    with progress_bar("checking", hidden=as_json) as report:
-        check = check_model(target, overrides or [], request, report)
-    if as_json:
-        typer.echo(json.dumps(check.as_dict(request)))
-    else:
-        show_check(out, check, request)
 
 
 @app.command("train")
@@ -263,12 +91,45 @@ def train_command(
     elif restart:
         raise ConfigError("--restart: starts an existing run over; name it with --resume RUN")
     elif recipe is None:
-        raise ConfigError("train: give a recipe: 'digenrl train demo', or --resume RUN")
+        from digenrl.config.recipes.files import shipped_recipes
+
+        raise ConfigError(
+            "train: give a recipe, such as 'digenrl train demo', or --resume RUN; shipped recipes: "
+            + ", ".join(shipped_recipes())
+        )
     else:
         changes = overrides if plan_file is None else with_plan(recipe, overrides, plan_file)
         status = start_run(recipe, changes, out_folder, out, as_json)
     if status == "interrupted":
         raise typer.Exit(INTERRUPTED)
+
+
+@app.command("check")
+def check_command(
+    target: options.CheckTarget,
+    overrides: options.Overrides = None,
+    probe: options.ProbeText = PROBE,
+    download: options.Download = False,
+    steps: options.ProbeSteps = 4,
+    seed: options.ProbeSeed = 0,
+    out_file: options.PictureFile = Path("check.png"),
+    device: options.DeviceName = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Check a model before training.
+
+    Names its family and task, and what it would download; with the files here, compares it with diffusers.
+    """
+    with _requires("train"):
+        from digenrl.commands.check import CheckRequest, check_model, show_check
+        from digenrl.commands.sample import find_device
+    request = CheckRequest(probe, download, steps, seed, find_device(device), out_file)
+    with progress_bar("checking", hidden=as_json) as report:
+        check = check_model(target, overrides or [], request, report)
+    if as_json:
+        typer.echo(json.dumps(check.as_dict(request)))
+    else:
+        show_check(out, check, request)
 
 
 @app.command("report")
@@ -391,6 +252,151 @@ def make_tiny_command(
         from digenrl.testing.tiny_models import make_tiny_pipeline
     make_tiny_pipeline(family, directory, seed)
     print_written(directory)
+
+
+@app.command("plan")
+def plan_command(
+    cluster: options.ClusterFile,
+    recipe: options.OptionalRecipe = None,
+    overrides: options.PlanOverrides = None,
+    model: options.ModelName = None,
+    as_json: options.AsJson = False,
+    out_file: options.PlanFile = None,
+    spec_file: options.PlanSpecFile = None,
+    force: options.Force = False,
+    on_policy: options.OnPolicy = False,
+    stale_shares: options.StaleShares = None,
+    ranks: options.TrainerRanks = None,
+    objective: options.ObjectiveName = "throughput",
+    keep: options.KeptPlans = 5,
+) -> None:
+    """Plan the use of a cluster.
+
+    Chooses which cards generate and which train a recipe, and how.
+    """
+    from digenrl.commands import plan
+
+    words = _words(recipe, overrides)
+    request = plan.read_request(words, model)
+    files = plan.output_files(request, out_file, spec_file, force, inputs=[cluster, *map(Path, words[:1])])
+    shares = plan.stale_shares(request, on_policy, stale_shares)
+    settings = plan.plan_options(shares, ranks, objective, keep)
+    with progress_bar("planning", hidden=as_json) as report:
+        result = plan.search_plans(request, plan.read_cards(cluster, request), settings, report)
+    content = plan.write_plan(request, result, files, words)
+    if as_json:
+        typer.echo(json.dumps(content))
+    else:
+        plan.show_plans(out, result, words, files, content.get("overlay"))
+
+
+@app.command("simulate")
+def simulate_command(
+    spec_file: options.SpecFile = None,
+    profile: options.ProfileName = None,
+    as_json: options.AsJson = False,
+    trace: options.TraceFile = None,
+    gantt: options.GanttFile = None,
+    ladder: options.Ladder = False,
+    unpacked: options.Unpacked = None,
+    budget: options.SearchBudget = SIMULATED_SEARCH_BUDGET,
+    chaos: options.ChaosSeeds = None,
+    first_seed: options.FirstSeed = 0,
+    faults: options.FaultKinds = None,
+    large: options.LargeWorlds = False,
+    only: options.OnlyFaults = None,
+) -> None:
+    """Simulate a schedule, or faults.
+
+    Runs a SPEC through the production scheduler on a virtual clock. With --chaos, runs scheduler and driver in
+    small random worlds in which workers, messages and machines fail.
+    """
+    if chaos is not None:
+        from digenrl.commands.chaos import read_campaign, run_chaos
+
+        if ladder or any(each is not None for each in (spec_file, profile, trace, gantt, unpacked)):
+            raise ConfigError(
+                "--chaos: draws its own worlds, and writes no trace; leave out the SPEC, --profile, --trace, "
+                "--gantt, --ladder and --unpacked"
+            )
+        run_chaos(read_campaign(chaos, first_seed, large, faults, only), as_json)
+        return
+    if first_seed or faults is not None or large or only is not None:
+        raise ConfigError("--first-seed, --faults, --large, --only: only --chaos uses them; add --chaos SEEDS")
+    from digenrl.commands.simulate import TraceFiles, compare_techniques, predict_device, simulate_spec
+
+    files = TraceFiles(trace, gantt)
+    files.check(ladder, [path for path in (spec_file, profile and Path(profile)) if path])
+    if unpacked is not None and not ladder:
+        raise ConfigError("--unpacked: only --ladder uses it; add --ladder or leave it out")
+    if spec_file is not None:
+        from digenrl.config.spec import read_spec
+
+        spec = read_spec(spec_file, profile)
+        if ladder:
+            compare_techniques(spec, unpacked, budget, as_json)
+        else:
+            simulate_spec(spec, budget, files, as_json)
+    elif profile is not None and not ladder:
+        predict_device(profile, files, as_json)
+    else:
+        raise ConfigError("simulate: give a SPEC: 'digenrl simulate spec.yaml', or --profile PROFILE alone")
+
+
+@app.command("profile")
+def profile_command(
+    recipe: options.RecipeName,
+    overrides: options.Overrides = None,
+    largest_slice: options.LargestSlice = None,
+    out_file: options.ProfileFile = PROFILE,
+    force: options.Force = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure the costs of a recipe on this device.
+
+    Writes a profile, which simulate and plan can use.
+    """
+    from digenrl.config.profiles import write_profile
+    from digenrl.config.recipes.files import read_recipe
+
+    check_new_yaml(out_file, force)
+    settings = read_recipe(recipe, overrides or [], without_prompts=True)
+    with _requires("train"):
+        from digenrl.commands.profile import profile_recipe, slice_sizes
+    from digenrl.simulation.tables import profile_table
+
+    with progress_bar("profiling", hidden=as_json) as report:
+        profile = profile_recipe(settings, slice_sizes(settings, largest_slice), report)
+    write_atomically(out_file, write_profile(profile))
+    if as_json:
+        typer.echo(json.dumps(profile.model_dump(mode="json")))
+        return
+    out.print(profile_table(profile))
+    for remark in profile.remarks:
+        out.print(f"not measured: {remark}", style="dim", highlight=False)
+    out.print(f"wrote {out_file}  (use it with: digenrl simulate --profile {out_file})", soft_wrap=True)
+
+
+@app.command("probe")
+def probe_command(
+    out_file: options.ProposedClusterFile = CLUSTER,
+    address: options.ClusterAddress = "auto",
+    force: options.Force = False,
+) -> None:
+    """Measure the links of a Ray cluster.
+
+    Sends 4 to 16 MiB between every two machines, and writes a cluster file for plan, with proposed sites.
+    """
+    from digenrl.commands.probe import probe_cluster, write_proposal
+
+    check_new_yaml(out_file, force)
+    probed = probe_cluster(address, lambda message: err.print(message, highlight=False))
+    write_proposal(probed, out_file)
+    out.print(probed.summary(), highlight=False)
+    out.print(
+        f"wrote {out_file}  (correct it, then use it with: digenrl plan RECIPE --cluster {out_file})",
+        soft_wrap=True,
+    )
 
 
 @reward_app.command("serve")

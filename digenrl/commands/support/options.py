@@ -13,7 +13,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Override settings of the recipe, e.g. training.lora.rank=8."),
 ]
-_RECIPE = typer.Argument(metavar="RECIPE", help="The recipe: a YAML file, or the name of a shipped recipe.")
+_RECIPE = typer.Argument(
+    metavar="RECIPE", help="The recipe: a YAML file, or the name of a shipped recipe, e.g. demo."
+)
 RecipeName = Annotated[str, _RECIPE]
 OptionalRecipe = Annotated[str | None, _RECIPE]
 RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, e.g. runs/demo-1.")]
@@ -57,7 +59,9 @@ OnlyFaults = Annotated[
 SearchBudget = Annotated[int, typer.Option(min=1, help="The number of nodes that one help decision may search.")]
 
 # plan
-ClusterFile = Annotated[Path, typer.Option(help="The available cards: a YAML or JSON file.")]
+ClusterFile = Annotated[
+    Path, typer.Option(help="The available cards: a YAML or JSON file, e.g. examples/cluster_small.yaml.")
+]
 PlanOverrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -75,7 +79,9 @@ PlanFile = Annotated[
 ]
 PlanSpecFile = Annotated[
     Path | None,
-    typer.Option("--spec", metavar="FILE", help="Write its SPEC here; with --model, plan.yaml by default."),
+    typer.Option(
+        "--spec", metavar="FILE", help="Write the SPEC of the best plan here; with --model, plan.yaml by default."
+    ),
 ]
 OnPolicy = Annotated[bool, typer.Option("--on-policy", help="Plan without stale samples.")]
 StaleShares = Annotated[
@@ -85,7 +91,9 @@ TrainerRanks = Annotated[
     int | None, typer.Option(min=1, help="The number of cards that train; chosen by the planner by default.")
 ]
 ObjectiveName = Annotated[str, typer.Option(help="throughput or cost.")]
-KeptPlans = Annotated[int, typer.Option(min=1, help="The number of plans to show.")]
+KeptPlans = Annotated[
+    int, typer.Option(min=1, help="The number of splits to show, besides the best plan of each other kind.")
+]
 
 # probe
 ProposedClusterFile = Annotated[

@@ -178,8 +178,8 @@ def check_installed() -> None:
     missing = [package for package in REQUIRED if find_spec(package) is None]
     if missing:
         raise ConfigError(
-            f"training needs the package{'s' if len(missing) > 1 else ''} {', '.join(missing)}, not installed; "
-            "install digenrl[train], and for the OCR reward digenrl[train,ocr]"
+            f"training needs packages that are not installed: {', '.join(missing)}; "
+            "install digenrl[train], or with the OCR reward digenrl[train,ocr]"
         )
 
 

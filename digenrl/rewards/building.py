@@ -13,6 +13,9 @@ from digenrl.config.rewards.base import RewardSettings
 from digenrl.config.rewards.table import REWARDS
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
 
+# The extra of this package that installs what a reward imports.
+EXTRAS = {"ocr": "ocr", "face_count": "vision", "imagenet": "vision", "http": "serve", "judge": "serve"}
+
 
 class WeightedReward(Reward):
     """The sum of raw scores times weights. Parts: `label` for each raw score, `label/part` for its components.
@@ -51,9 +54,14 @@ def build_reward(settings: RewardSettings) -> Reward:
     try:
         reward = import_module(f"digenrl.rewards.{settings.name}").build(settings)
     except ModuleNotFoundError as error:
+        extra = EXTRAS.get(settings.name)
+        install = "install it" if extra is None else f"install digenrl[{extra}]"
+        elsewhere = (
+            f", or serve the reward from its own environment: digenrl reward serve {settings.name} --env DIR"
+        )
         raise ConfigError(
-            f"reward '{settings.name}' needs the package '{error.name}', which is not installed; "
-            f"install it, or serve the reward apart: digenrl reward serve {settings.name} --env DIR"
+            f"reward '{settings.name}' needs the package '{error.name}', which is not installed; {install}"
+            + ("" if extra == "serve" else elsewhere)
         ) from error
     assert isinstance(reward, Reward)
     return reward

@@ -104,11 +104,13 @@ class RunFolder:
         """Reads an existing run; raises ConfigError if the folder is not a run, or is of another format."""
         if not path.is_dir():
             problem = "is a file" if path.exists() else "no such folder"
-            raise ConfigError(f"{path}: {problem}; name a run's folder, as runs/demo-1")
+            raise ConfigError(f"{path}: {problem}; name a run's folder, such as runs/demo-1")
         files = (path / _RUN_NAME, path / "config.yaml")
         missing = [file.name for file in files if not file.is_file()]
         if missing:
-            raise ConfigError(f"{path}: not a run's folder: {' and '.join(missing)} missing")
+            runs = sorted(path.glob(f"*/{_RUN_NAME}"))
+            hint = f"; name one of the runs in it, such as {runs[0].parent}" if runs else ""
+            raise ConfigError(f"{path}: not a run's folder: {' and '.join(missing)} missing{hint}")
         info = _read_info(files[0])  # first: another format may have other recipes
         return cls(path, read_recipe(str(files[1])), info)
 

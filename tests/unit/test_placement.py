@@ -66,7 +66,7 @@ def test_a_generator_of_several_cards_gets_consecutive_ones() -> None:
     assert [each.cores for each in workers_on(CPU, **lanes, threads=1).generators] == [(2, 3), (4, 5)]
     assert "of 2 cards each and 2 trainer ranks need 6 CUDA devices" in complaint(CARDS, **lanes)
     message = complaint(CARDS, generators=("cuda:3",), cards_per_generator=2)
-    assert "card 1 of generator 0 is to be on 'cuda:4'" in message
+    assert "card 1 of generator 0 is placed on 'cuda:4'" in message
 
 
 def test_devices_can_be_named() -> None:
@@ -162,8 +162,9 @@ def test_devices_that_are_not_there_are_refused() -> None:
     assert complaint(CPU, device="cuda").startswith("lanes.device: cuda, but no CUDA device is here")
     message = complaint(CARDS, generators=("cuda:1", "cuda:4"))
     assert message == (
-        "lanes: generator-1 is to be on 'cuda:4', this machine has cpu, cuda:0, cuda:1, cuda:2, cuda:3; use these"
+        "lanes: generator-1 is placed on 'cuda:4', but this machine has cpu, cuda:0, cuda:1, cuda:2, cuda:3; "
+        "choose from these"
     )
-    assert "trainer is to be on 'gpu'" in complaint(CARDS, trainer="gpu")
-    assert "encoder is to be on 'cuda'" in complaint(CPU, encoder="cuda")
-    assert "reward-0 is to be on 'tpu:0'" in complaint(CPU, rewards=("tpu:0",))
+    assert "trainer is placed on 'gpu'" in complaint(CARDS, trainer="gpu")
+    assert "encoder is placed on 'cuda'" in complaint(CPU, encoder="cuda")
+    assert "reward-0 is placed on 'tpu:0'" in complaint(CPU, rewards=("tpu:0",))

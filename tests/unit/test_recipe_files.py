@@ -64,6 +64,11 @@ def test_a_file_in_the_current_folder_counts_only_if_written_as_a_path(
     assert read_recipe("./demo").name == "mine"
 
 
+def test_a_name_with_which_others_begin_is_answered_with_these_alone() -> None:
+    message = complaint("sd3")
+    assert "sd3_one_gpu" in message and "flux_one_gpu" not in message
+
+
 def test_json_is_read_too(recipe_file: Path, tmp_path: Path) -> None:
     recipe = read_recipe(str(recipe_file))
     as_json = tmp_path / "recipe.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,10 @@ def test_the_error_for_a_frame_names_its_sample(raises: bool) -> None:
 def test_a_batch_has_parts_of_the_same_length() -> None:
     with pytest.raises(ValueError, match="part 'p'"):
         RewardBatch((1.0, 2.0), {"p": (1.0,)})
+
+
+def test_a_reward_without_its_package_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "digenrl.rewards.ocr", raising=False)
+    monkeypatch.setitem(sys.modules, "rapidocr", None)
+    with pytest.raises(ConfigError, match=r"rapidocr.*digenrl\[ocr\]"):
+        build_reward(parse_reward("ocr"))

@@ -72,6 +72,9 @@ def test_a_folder_that_is_not_a_run_cannot_be_opened(tmp_path: Path) -> None:
         RunFolder.open(Path(__file__))
     with pytest.raises(ConfigError, match=r"not a run.*run.json and config.yaml missing"):
         RunFolder.open(tmp_path)
+    _create(tmp_path / "demo-1")
+    with pytest.raises(ConfigError, match=r"not a run.*such as .*demo-1"):
+        RunFolder.open(tmp_path)
 
 
 def test_a_run_in_place_of_a_recipe_or_a_new_folder_is_refused_before_the_recipe_is_checked(

@@ -40,10 +40,10 @@ def find_file(kind: str, where: str, shipped: Path, folder: Path = Path()) -> Pa
             raise ConfigError(f"{where}: no such file; for the shipped {kind}, write {path.stem}")
         return path
     if where not in known:
+        longer = [name for name in known if where and name.startswith(where)]
+        hint = f"known, with this beginning: {', '.join(longer)}" if longer else nearest(where, known)
         endings = ", ".join(FILE_ENDINGS)
-        raise ConfigError(
-            f"unknown {kind} '{where}'; {nearest(where, known)}; or give a file, which ends in {endings}"
-        )
+        raise ConfigError(f"unknown {kind} '{where}'; {hint}; or give a file, which ends in {endings}")
     return shipped / f"{where}.yaml"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,8 @@ _FAINT, _STRONG = Style(dim=True), Style(bold=True)
 _BUSY_WIDTH = 12
 _ACTIVITY_WIDTH = 44
 _LABEL_WIDTH = 10
-_ROWS_ABOVE_LANES = 8
+_ROWS_ABOVE_LANES = 9  # with two of the speed
+_GAP = "   "
 _FEWEST_ROWS, _MOST_ROWS, _KEPT_OF_EACH_KIND = 4, 24, 3
 _MOST_PARTS = 3
 _SHARES = {
@@ -66,7 +67,7 @@ def render_dashboard(state: DashboardState, size: TerminalSize) -> Text:
     _append_steps(text, state, size)
     _append_reward(text, state.progress, size)
     _append_held_out(text, state.progress)
-    _append_speed(text, state.progress)
+    _append_speed(text, state.progress, size)
     if state.lane_activity:
         text.append("\n")
         _append_lanes(text, state, size)
@@ -129,25 +130,36 @@ def _parts(evaluation: EvaluationRecord) -> dict[str, float]:
     return {name.removeprefix("reward/"): value for name, value in values if name.startswith("reward/")}
 
 
-def _append_speed(text: Text, progress: Progress) -> None:
+def _append_speed(text: Text, progress: Progress, size: TerminalSize) -> None:
+    """One row, or more in a narrow terminal."""
     newest = progress.newest
     if "step_s" not in newest:
         return
     _append_label(text, "speed")
-    text.append(f"{duration(newest['step_s'])} per step", _STRONG)
+    row = Text().append(f"{duration(newest['step_s'])} per step", _STRONG)
     if "predicted_step_s" in newest:
-        text.append(f" (predicted {duration(newest['predicted_step_s'])})", _FAINT)
+        row.append(f" (predicted {duration(newest['predicted_step_s'])})", _FAINT)
+    for part in _speed_parts(newest):
+        if _LABEL_WIDTH + len(row) + len(_GAP) + len(part) > size.width:
+            text.append(row).append("\n")
+            _append_label(text, "")
+            row = Text().append(part)
+        else:
+            row.append(_GAP).append(part)
+    text.append(row).append("\n")
+
+
+def _speed_parts(newest: Mapping[str, float]) -> Iterator[Text]:
     if "samples_per_s" in newest:
-        text.append(f"   {newest['samples_per_s']:.4g} samples/s")
+        yield Text(f"{newest['samples_per_s']:.4g} samples/s")
     for name, label in _MFU.items():
         if name in newest:
-            text.append(f"   {percent(newest[name])} MFU {label}", _FAINT)
+            yield Text(f"{percent(newest[name])} MFU {label}", _FAINT)
     for name, label in _SHARES.items():
         if newest.get(name):
-            text.append(f"   {percent(newest[name])} {label}", _FAINT)
+            yield Text(f"{percent(newest[name])} {label}", _FAINT)
     if newest.get("skipped_updates"):
-        text.append(f"   {skipped_updates(newest['skipped_updates'])}", _STRONG)
-    text.append("\n")
+        yield Text(skipped_updates(newest["skipped_updates"]), _STRONG)
 
 
 def _append_label(text: Text, label: str) -> None:

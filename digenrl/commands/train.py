@@ -193,6 +193,10 @@ def _train_and_report(
     except OSError as error:
         reason = f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
         raise RunFailedError(f"{folder.path}: cannot be written: {reason}{_how_to_resume(folder)}") from error
+    except KeyboardInterrupt:
+        if not as_json:
+            console.print(f"interrupted without saving{_how_to_resume(folder)}", markup=False, soft_wrap=True)
+        raise
     report = write_report(read_run(folder.path))
     if not as_json:
         if status is Status.INTERRUPTED:

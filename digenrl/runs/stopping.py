@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+REPEATED_S = 1.0  # `timeout` and batch systems signal both a process and its group
 
 
 class RunFailedError(RuntimeError):
@@ -21,10 +23,12 @@ class StopRun(BaseException):
 
 
 class Stopper:
-    """Remembers the first signal. A second Ctrl-C or SIGTERM raises KeyboardInterrupt."""
+    """Remembers the first signal. A second Ctrl-C or SIGTERM, `REPEATED_S` later, raises KeyboardInterrupt."""
 
-    def __init__(self) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self.signal_name: str | None = None
+        self._now = now
+        self._asked_s = now()
         self._heard: list[signal.Signals] = []
         self._terminals: list[int] = []  # descriptors; a closed terminal is not recognised any more
 
@@ -49,11 +53,16 @@ class Stopper:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.signal_name = signal.Signals(number).name
+        self._asked_s = self._now()
         for each in self._heard:
             # A terminal may be closed while the run is being saved.
-            signal.signal(each, self._leave_terminal if each == signal.SIGHUP else signal.default_int_handler)
+            signal.signal(each, self._leave_terminal if each == signal.SIGHUP else self._leave_at_once)
         if number == signal.SIGHUP:
             self._leave_terminal(number, frame)
+
+    def _leave_at_once(self, number: int, frame: FrameType | None) -> None:
+        if self._now() - self._asked_s >= REPEATED_S:
+            raise KeyboardInterrupt
 
     def _leave_terminal(self, number: int, frame: FrameType | None) -> None:
         """Discards all further output to a terminal, which is closed: writing to it would fail."""

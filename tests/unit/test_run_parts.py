@@ -102,11 +102,23 @@ def test_a_signal_is_remembered_until_the_run_can_be_left(number: signal.Signals
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_the_second_signal_ends_the_run_at_once(second: signal.Signals) -> None:
-    stopper, before = Stopper(), signal.getsignal(signal.SIGTERM)
+    clock = [0.0]
+    stopper, before = Stopper(lambda: clock[0]), signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), stopper.listening():
         os.kill(os.getpid(), signal.SIGTERM)
+        clock[0] = 2.0
         os.kill(os.getpid(), second)
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_is_sent_twice_is_one_request() -> None:
+    """`timeout` signals the process that it started, and then its process group."""
+    stopper = Stopper(lambda: 0.0)
+    with stopper.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stopper.take_request() == "SIGTERM"
+        assert stopper.take_request() is None
 
 
 CLOSED_TERMINAL = """

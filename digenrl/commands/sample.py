@@ -111,8 +111,8 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
     wanted = requested_prompts(folder.recipe, request)
     recipe = folder.recipe if checkpoint is None else folder.recipe.from_checkpoint()
     blueprint = read_blueprint(_with_evaluation(recipe, request), trains=False)
-    how = "give them with --image" if request.prompts else IN_FILES
-    check_source_counts(blueprint.family, wanted.prompts, how, sources_of(blueprint))
+    how = "add --image FILE" if request.prompts else IN_FILES
+    check_source_counts(blueprint.family, wanted.prompts, how, sources_of(blueprint), fixed_model=True)
     check_images(wanted.prompts)
     device = find_device(request.device)
     with new_folder(out, folder.path / "sampled", name) as target, _out_of_memory_as_error(device):

@@ -125,6 +125,9 @@ def test_a_family_says_which_tasks_it_has_and_refuses_other_prompts() -> None:
             check_source_counts(FAMILIES[family], [prompt])
     with pytest.raises(ConfigError, match="2 source images, but flux_kontext takes at most 1 "):
         check_source_counts(FAMILIES["flux_kontext"], [both])
+    with pytest.raises(ConfigError) as error:
+        check_source_counts(FAMILIES["flux_kontext"], [text], fixed_model=True)
+    assert "model.family" not in str(error.value), "the model of a run cannot be replaced"
 
 
 def test_only_the_encoder_gets_image_files_of_a_prompt(tmp_path: Path) -> None:

@@ -38,33 +38,41 @@ def sources_of(blueprint: Blueprint) -> SourceCount:
 
 
 def check_source_counts(
-    family: Family, prompts: Sequence[Prompt], how: str = IN_FILES, allowed: SourceCount | None = None
+    family: Family,
+    prompts: Sequence[Prompt],
+    how: str = IN_FILES,
+    allowed: SourceCount | None = None,
+    fixed_model: bool = False,
 ) -> None:
     """Raises ConfigError at the first prompt with too few or too many source images.
 
     `how` says in the error how to give source images. `allowed` is what the model takes, if not all of its family
-    take as many.
+    take as many. The errors propose other models unless the model is that of a run.
     """
+
+    def other(proposal: str) -> str:
+        return "" if fixed_model else f", or use another {proposal}"
+
     allowed = family.sources if allowed is None else allowed
     for prompt in prompts:
         count = len(prompt.images)
         if family.sources.least <= count <= family.sources.most and not allowed.least <= count <= allowed.most:
             raise ConfigError(
                 f"{prompt.where}: has {_images(count)}, but this model of {family.name} takes "
-                f"{_images(allowed.least)}; {how}, or use another model.source"
+                f"{_images(allowed.least)}; {how}{other('model.source')}"
             )
         if count < allowed.least:
             raise ConfigError(
                 f"{prompt.where}: has {_images(count)}, but {family.name} needs {_images(allowed.least)} "
-                f"({' or '.join(family.tasks)}); {how}, or use another model.family"
-                f"{_known('text_to_' + family.kind, family)}"
+                f"({' or '.join(family.tasks)}); {how}"
+                f"{other('model.family' + _known('text_to_' + family.kind, family))}"
             )
         if count > allowed.most:
             takes = _images(allowed.most) if allowed.most == 0 else f"at most {_images(allowed.most)}"
             task = "image_to_video" if family.kind == "video" else "image_edit"
             raise ConfigError(
                 f"{prompt.where}: has {_images(count)}, but {family.name} takes {takes} "
-                f"({' or '.join(family.tasks)}); leave some out, or use another model.family{_known(task, family)}"
+                f"({' or '.join(family.tasks)}); leave some out{other('model.family' + _known(task, family))}"
             )
 
 

@@ -30,11 +30,22 @@ def rows(cut: Partition, title: str, top: int) -> list[str]:
     return parts
 
 
+def time_axis(end_s: float, bottom: int) -> list[str]:
+    """Vertical lines every 5 seconds, behind the rows, and their labels below `bottom`."""
+    parts = []
+    for second in range(0, int(end_s) + 1, 5):
+        x = LEFT + PIXELS_PER_S * second
+        parts.append(f'<path d="M{x} 26V{bottom}" stroke="#e5e7eb"/>')
+        parts.append(f'<text x="{x}" y="{bottom + 14}" text-anchor="middle" fill="#6b7280">{second} s</text>')
+    return parts
+
+
 def draw() -> str:
     """An equal split above the best cut; the link between the second and the third card is slow."""
     equal = cut_at(even_bounds(len(BLOCKS), len(SPEEDS)), BLOCKS, SPEEDS, 1.0, RATES, MICRO_BATCHES)
     best = best_partition(BLOCKS, SPEEDS, 1.0, RATES, MICRO_BATCHES)
-    height = 2 * (len(SPEEDS) + 2) * ROW
+    height = 2 * (len(SPEEDS) + 2) * ROW + 10
+    slowest_s = simulate_pipeline(equal.stage_s, equal.link_s, MICRO_BATCHES)[-1].end_s
     legend = " ".join(
         f'<rect x="{LEFT + 110 * i}" y="{height}" width="14" height="14" fill="{colour}"/>'
         f'<text x="{LEFT + 110 * i + 20}" y="{height + 12}">{name}</text>'
@@ -45,6 +56,7 @@ def draw() -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" width="1020" height="{height + 24}" '
             'font-family="sans-serif" font-size="12">',
             '<rect width="100%" height="100%" fill="white"/>',
+            *time_axis(slowest_s, height - 26),
             *rows(equal, "Equal split", 4),
             *rows(best, "Best cut", 4 + (len(SPEEDS) + 2) * ROW),
             legend,

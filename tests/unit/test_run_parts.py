@@ -320,6 +320,17 @@ def test_lanes_that_leave_and_join_are_written_down(tmp_path: Path) -> None:
     assert (again.joined_ns, again.left_ns) == (10, None), "one row, whatever its name was used for"
 
 
+def test_only_lost_generators_leave_their_lane(tmp_path: Path) -> None:
+    folder, state = folder_of(tmp_path), initial_state_of()
+    entries = tuple(LaneEntry(name=lane.name, pool="generator", device="cpu") for lane in state.lanes)
+    folder.update_info(lanes=entries)
+    recorder, beyond = LaneRecorder(folder, {}), len(state.lanes)
+    recorder.observe(WorkerLost(70, 0, "trainer"), (), state)
+    recorder.observe(WorkerLost(70, 0, "encoder"), (), state)
+    recorder.observe(WorkerLost(70, beyond, "reward"), (), state)
+    assert RunFolder.open(folder.path).info.lanes == entries
+
+
 def test_a_resumed_run_knows_its_earlier_lanes() -> None:
     def lane(name: str, joined_ns: int = 0, left_ns: int | None = None) -> LaneEntry:
         return LaneEntry(name=name, pool="generator", device="cpu", joined_ns=joined_ns, left_ns=left_ns)

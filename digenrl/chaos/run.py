@@ -166,7 +166,8 @@ class _WorldRun:
         held_out = [Prompt(index, f"held out {index}") for index in range(world.held_out)]
         sampler = PromptSampler(prompts, recipe.batch.prompts, recipe.seed)
         store = PromptStore(sampler, transport.exchange.drop, held_out, kept=world.kept_prompts)
-        resources = RunResources(RankGroupTransport(transport), transport.exchange, world.workers, lambda: None)
+        ranks = RankGroupTransport(transport, self._clock.monotonic_s)
+        resources = RunResources(ranks, transport.exchange, world.workers, lambda: None)
         driver: Dispatcher | None = None
 
         def look_around() -> None:

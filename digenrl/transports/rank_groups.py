@@ -11,7 +11,7 @@ from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report, Transport
 from digenrl.worker.assignment import Assignment, PeersLost, StartFailed, rank_device, rank_names
 
-# A rank fails at once if it loses another one, whose end or error may be known only later.
+# A rank fails at once if it loses another one, whose end or error may be known only later. Failures wait for it.
 NOTICE_S = 5.0
 
 
@@ -21,6 +21,8 @@ class _RankGroup:
 
     ranks: tuple[str, ...]
     reports: dict[int | None, dict[str, Report]] = field(default_factory=dict)  # by job, then by rank
+    failures: list[Message] = field(default_factory=list)  # held until `report_at_s`: another rank may be lost
+    report_at_s: float = 0.0
 
 
 class RankGroupTransport:
@@ -66,21 +68,16 @@ class RankGroupTransport:
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """Reports of groups are complete; the result is empty if those that arrived completed none."""
-        if not self._groups:
-            return self._transport.receive(timeout_s)
-        arrived = list(self._transport.receive(timeout_s))
-        failed = {_group_of(each) for each in arrived if _has_failed(each)} & self._groups.keys()
-        deadline_s = self._monotonic() + NOTICE_S
-        while not failed <= _groups_with_losses(arrived) and (left_s := deadline_s - self._monotonic()) > 0:
-            arrived += self._transport.receive(left_s)
-        lost = _groups_with_losses(arrived)
         messages: list[Message] = []
-        for message in sorted(arrived, key=lambda each: isinstance(each.report, PeersLost)):  # after errors
+        for message in self._transport.receive(timeout_s):
             worker = _group_of(message)
             if not worker:
                 messages.append(message)
-            elif worker in self._groups and not (_has_failed(message) and worker in lost):
-                messages += self._add_report(worker, message)  # otherwise the group was just ended
+            elif worker in self._groups:  # otherwise the group was just ended
+                messages += self._add_report(worker, message)
+        for worker, group in list(self._groups.items()):
+            if group.failures and self._monotonic() >= group.report_at_s:
+                messages += self._report_failures(worker)
         return messages
 
     def end(self, worker: str) -> None:
@@ -95,14 +92,16 @@ class RankGroupTransport:
 
     def _add_report(self, worker: str, message: Message) -> list[Message]:
         group, job_id, report = self._groups[worker], message.job_id, message.report
-        if isinstance(report, Gone | PeersLost):
+        if isinstance(report, Gone):
             lost = f"lost its rank {group.ranks.index(message.worker)}, which {report.reason}"
-            gone = Gone(report.reason) if isinstance(report, PeersLost) else Gone(lost, report.fault)
-            return [self._end_group(worker, None, gone)]
+            return [self._end_group(worker, None, Gone(lost, report.fault))]
+        if isinstance(report, JobFailed | StartFailed | PeersLost):
+            group.failures.append(message)
+            group.report_at_s = self._monotonic() + NOTICE_S
+            explained = not isinstance(report, PeersLost) and report.user_error
+            return self._report_failures(worker) if explained else []
         if job_id not in group.reports:  # sent to this rank only
             return [message]
-        if isinstance(report, JobFailed | StartFailed):  # the other ranks may wait for this one forever
-            return [self._end_group(worker, job_id, report)]
         reports = group.reports[job_id]
         reports[message.worker] = report
         if len(reports) < len(group.ranks):
@@ -114,6 +113,20 @@ class RankGroupTransport:
         del group.reports[job_id]
         return [Message(worker, job_id, reports[group.ranks[0]])]
 
+    def _report_failures(self, worker: str) -> list[Message]:
+        """Failures of which no lost rank is the cause. If it was a job of all ranks, others may wait forever."""
+        group = self._groups[worker]
+        messages: list[Message] = []
+        failures, group.failures = group.failures, []
+        for message in sorted(failures, key=lambda each: isinstance(each.report, PeersLost)):  # after errors
+            report = message.report
+            if isinstance(report, PeersLost):
+                return [*messages, self._end_group(worker, None, Gone(report.reason))]
+            if message.job_id in group.reports:
+                return [*messages, self._end_group(worker, message.job_id, report)]
+            messages.append(message)
+        return messages
+
     def _end_group(self, worker: str, job_id: int | None, report: Report) -> Message:
         self.end(worker)
         return Message(worker, job_id, report)
@@ -123,18 +136,6 @@ def _group_of(message: Message) -> str:
     """The worker of several ranks that a message comes from, or nothing."""
     worker, slash, _ = message.worker.partition("/")
     return worker if slash else ""
-
-
-def _groups_with_losses(messages: Sequence[Message]) -> set[str]:
-    return {_group_of(each) for each in messages if isinstance(each.report, Gone)}
-
-
-def _has_failed(message: Message) -> bool:
-    """Whether a rank has failed, perhaps because another one was lost."""
-    report = message.report
-    if isinstance(report, JobFailed | StartFailed) and report.user_error:
-        return False
-    return bool(_group_of(message)) and isinstance(report, JobFailed | StartFailed | PeersLost)
 
 
 def _rank_cores(cores: tuple[int, ...] | None, rank: Rank) -> tuple[int, ...] | None:

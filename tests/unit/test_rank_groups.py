@@ -13,7 +13,7 @@ from digenrl.driver.placement import place
 from digenrl.records import Commit, Committed, Job, JobFailed, RoleSwitched, SwitchRole
 from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report
-from digenrl.transports.rank_groups import RankGroupTransport
+from digenrl.transports.rank_groups import NOTICE_S, RankGroupTransport
 from digenrl.worker.assignment import Assignment, Machine, PeersLost, Ready, StartFailed
 
 TO_GENERATE, TO_TRAIN = SwitchRole(1, 0, "generate"), SwitchRole(2, 0, "train")
@@ -68,6 +68,14 @@ class TwoRanks:
     def receive(self, *arriving: tuple[str, int | None, Report]) -> list[Message]:
         self.inner.batches = [[Message(*each) for each in arriving]]
         return list(self.transport.receive(0.0))
+
+    def receive_all(self, *batches: list[Message]) -> list[Message]:
+        """What is reported until long after the last batch."""
+        self.inner.batches = list(batches)
+        messages: list[Message] = []
+        while self.inner.batches:
+            messages += self.transport.receive(0.0)
+        return [*messages, *self.transport.receive(2 * NOTICE_S)]
 
 
 def test_each_rank_starts_with_its_share_of_the_cores() -> None:
@@ -135,7 +143,7 @@ def test_a_failure_of_one_rank_is_reported_before_the_others_answer() -> None:
         two.transport.send("trainer", TO_TRAIN)
         if job_id is None:
             two.transport.start(two.workers.trainer)
-        assert two.receive(("trainer/1", job_id, failed)) == [Message("trainer", job_id, failed)]
+        assert two.receive_all([Message("trainer/1", job_id, failed)]) == [Message("trainer", job_id, failed)]
         assert two.inner.ended == ["trainer/0", "trainer/1"], "they could wait for the failed rank forever"
 
 
@@ -145,12 +153,20 @@ def test_a_rank_that_fails_because_another_was_lost_does_not_end_the_run(at_once
     two.transport.send("trainer", TO_TRAIN)
     failed = Message("trainer/0", 2, JobFailed(0, TO_TRAIN, "connection reset by peer"))
     gone, other = Message("trainer/1", None, Gone("ended by signal 9")), Message("rewards-0", 7, TRAINING)
-    two.inner.batches = [[failed, gone, other]] if at_once else [[failed], *[[other]] * 20, [gone]]
     lost = Message("trainer", None, Gone("lost its rank 1, which ended by signal 9"))
-    assert sorted(two.transport.receive(0.0), key=lambda each: each.worker) == [other] * (1 if at_once else 20) + [
-        lost
-    ]
+    batches = [[failed, other, gone]] if at_once else [[failed], *[[other]] * 20, [gone]]
+    assert two.receive_all(*batches) == [other] * (1 if at_once else 20) + [lost]
     assert two.inner.ended == ["trainer/0", "trainer/1"]
+
+
+@pytest.mark.parametrize("for_all", [True, False])
+def test_a_failure_that_may_have_another_cause_delays_no_report_of_other_workers(for_all: bool) -> None:
+    two = TwoRanks()
+    two.transport.send("trainer" if for_all else "trainer/0", TO_TRAIN)
+    failed, other = JobFailed(0, TO_TRAIN, "no memory"), ("rewards-0", 7, TRAINING)
+    assert two.receive(("trainer/0", 2, failed)) == []
+    assert two.receive(other) == [Message(*other)]
+    assert two.receive_all() == [Message("trainer" if for_all else "trainer/0", 2, failed)]
 
 
 def test_a_rank_that_lost_the_others_ends_the_worker_unless_another_has_failed_by_itself() -> None:
@@ -162,8 +178,7 @@ def test_a_rank_that_lost_the_others_ends_the_worker_unless_another_has_failed_b
     ):
         two = TwoRanks()
         two.transport.send("trainer", TO_TRAIN)
-        two.inner.batches = batches
-        assert list(two.transport.receive(0.0)) == [expected]
+        assert two.receive_all(*batches) == [expected]
         assert two.inner.ended == ["trainer/0", "trainer/1"]
 
 

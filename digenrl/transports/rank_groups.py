@@ -28,10 +28,12 @@ class _RankGroup:
 class RankGroupTransport:
     """Wraps another transport, to which a worker of several ranks is `trainer/0`, `trainer/1` and so on.
 
-    A job for `trainer` goes to every rank; its report is that of rank 0, or the first failure. A job for
-    `trainer/1` goes to that rank only. If one rank is gone, the others are killed and the worker is gone, also if
-    another rank has just failed: probably because of that. Likewise if a rank says that it lost the others, and
-    none of them reports an error of its own.
+    A job for `trainer` goes to every rank; its report is that of rank 0, or the first failure. If only some ranks
+    fail, or for different reasons, the worker is gone as well. A job for `trainer/1` goes to that rank only.
+
+    If one rank is gone, the others are killed and the worker is gone, also if another rank has just failed:
+    probably because of that. Likewise if a rank says that it lost the others, and none of them reports an error of
+    its own.
     """
 
     def __init__(self, transport: Transport, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -96,10 +98,7 @@ class RankGroupTransport:
             lost = f"lost its rank {group.ranks.index(message.worker)}, which {report.reason}"
             return [self._end_group(worker, None, Gone(lost, report.fault))]
         if isinstance(report, JobFailed | StartFailed | PeersLost):
-            group.failures.append(message)
-            group.report_at_s = self._monotonic() + NOTICE_S
-            explained = not isinstance(report, PeersLost) and report.user_error
-            return self._report_failures(worker) if explained else []
+            return self._hold_failure(worker, message, report)
         if job_id not in group.reports:  # sent to this rank only
             return [message]
         reports = group.reports[job_id]
@@ -113,6 +112,20 @@ class RankGroupTransport:
         del group.reports[job_id]
         return [Message(worker, job_id, reports[group.ranks[0]])]
 
+    def _hold_failure(
+        self, worker: str, message: Message, failure: JobFailed | StartFailed | PeersLost
+    ) -> list[Message]:
+        """Waits for its cause. Ranks that all fail for the same reason are still in step: they report at once."""
+        group, job_id = self._groups[worker], message.job_id
+        group.failures.append(message)
+        group.report_at_s = self._monotonic() + NOTICE_S
+        same = [each for each in group.failures if each.job_id == job_id and _reason(each) == failure.reason]
+        if job_id not in group.reports or len(same) < len(group.ranks):
+            return []
+        group.failures = [each for each in group.failures if each not in same]
+        del group.reports[job_id]
+        return [Message(worker, job_id, failure)]
+
     def _report_failures(self, worker: str) -> list[Message]:
         """Failures of which no lost rank is the cause. If it was a job of all ranks, others may wait forever."""
         group = self._groups[worker]
@@ -123,7 +136,12 @@ class RankGroupTransport:
             if isinstance(report, PeersLost):
                 return [*messages, self._end_group(worker, None, Gone(report.reason))]
             if message.job_id in group.reports:
-                return [*messages, self._end_group(worker, message.job_id, report)]
+                messages.append(self._end_group(worker, message.job_id, report))
+                if isinstance(report, JobFailed):  # the failed job is counted, not its worker
+                    messages.append(
+                        Message(worker, None, Gone("was ended after one of its ranks failed", fault=False))
+                    )
+                return messages
             messages.append(message)
         return messages
 
@@ -136,6 +154,11 @@ def _group_of(message: Message) -> str:
     """The worker of several ranks that a message comes from, or nothing."""
     worker, slash, _ = message.worker.partition("/")
     return worker if slash else ""
+
+
+def _reason(failure: Message) -> str:
+    report = failure.report
+    return report.reason if isinstance(report, JobFailed | StartFailed) else ""
 
 
 def _rank_cores(cores: tuple[int, ...] | None, rank: Rank) -> tuple[int, ...] | None:

@@ -137,13 +137,18 @@ def test_if_one_rank_is_gone_the_others_are_ended() -> None:
     assert two.inner.ended == ["trainer/0", "trainer/1"]
 
 
+FAILED = Gone("was ended after one of its ranks failed", fault=False)
+
+
 def test_a_failure_of_one_rank_is_reported_before_the_others_answer() -> None:
     for job_id, failed in ((2, JobFailed(0, TO_TRAIN, "no memory")), (None, StartFailed("no memory"))):
         two = TwoRanks()
         two.transport.send("trainer", TO_TRAIN)
         if job_id is None:
             two.transport.start(two.workers.trainer)
-        assert two.receive_all([Message("trainer/1", job_id, failed)]) == [Message("trainer", job_id, failed)]
+        reported, *gone = two.receive_all([Message("trainer/1", job_id, failed)])
+        assert reported == Message("trainer", job_id, failed)
+        assert gone == ([] if job_id is None else [Message("trainer", None, FAILED)])
         assert two.inner.ended == ["trainer/0", "trainer/1"], "they could wait for the failed rank forever"
 
 
@@ -166,19 +171,38 @@ def test_a_failure_that_may_have_another_cause_delays_no_report_of_other_workers
     failed, other = JobFailed(0, TO_TRAIN, "no memory"), ("rewards-0", 7, TRAINING)
     assert two.receive(("trainer/0", 2, failed)) == []
     assert two.receive(other) == [Message(*other)]
-    assert two.receive_all() == [Message("trainer" if for_all else "trainer/0", 2, failed)]
+    (reported, *_) = two.receive_all()
+    assert reported == Message("trainer" if for_all else "trainer/0", 2, failed)
+
+
+def test_ranks_that_fail_for_the_same_reason_stay() -> None:
+    two = TwoRanks()
+    two.transport.send("trainer", TO_GENERATE)
+    failed, other = (JobFailed(0, TO_GENERATE, reason) for reason in ("not finite", "no memory"))
+    assert two.receive(("trainer/0", 1, failed)) == []
+    assert two.receive(("trainer/1", 1, failed)) == [Message("trainer", 1, failed)]
+    two.transport.send("trainer", TO_TRAIN)
+    assert two.receive(("trainer/0", 2, TRAINING), ("trainer/1", 2, TRAINING)) == [Message("trainer", 2, TRAINING)]
+    assert not two.inner.ended
+    two.transport.send("trainer", TO_GENERATE)
+    different = [Message("trainer/0", 1, failed), Message("trainer/1", 1, other)]
+    assert two.receive_all(different) == [Message("trainer", 1, failed), Message("trainer", None, FAILED)]
+    assert two.inner.ended == ["trainer/0", "trainer/1"]
 
 
 def test_a_rank_that_lost_the_others_ends_the_worker_unless_another_has_failed_by_itself() -> None:
     reason = "rank 0 of 2 lost the others while adding gradients: connection reset by peer"
     lost, failed = Message("trainer/0", 2, PeersLost(reason)), JobFailed(0, TO_TRAIN, "no space left")
     for batches, expected in (
-        ([[lost]], Message("trainer", None, Gone(reason))),
-        ([[lost], [], [Message("trainer/1", 2, failed)]], Message("trainer", 2, failed)),
+        ([[lost]], [Message("trainer", None, Gone(reason))]),
+        (
+            [[lost], [], [Message("trainer/1", 2, failed)]],
+            [Message("trainer", 2, failed), Message("trainer", None, FAILED)],
+        ),
     ):
         two = TwoRanks()
         two.transport.send("trainer", TO_TRAIN)
-        assert two.receive_all(*batches) == [expected]
+        assert two.receive_all(*batches) == expected
         assert two.inner.ended == ["trainer/0", "trainer/1"]
 
 

@@ -9,6 +9,7 @@ from statistics import fmean
 
 from digenrl.records import Action, Committed, CostsMeasured, Event
 from digenrl.scheduling import SchedulerState
+from digenrl.scheduling.state import Lane
 from digenrl.simulation.prediction import predict
 
 SIMULATED_STEPS = 6
@@ -18,7 +19,10 @@ NS_PER_SECOND = 1_000_000_000
 
 
 class StepTimePrediction:
-    """An observer that regularly calls `on_prediction` with a step and its predicted seconds."""
+    """An observer that regularly calls `on_prediction` with a step and its predicted seconds.
+
+    While no generator is present, nothing is predicted.
+    """
 
     def __init__(self, on_prediction: Callable[[int, float], None]) -> None:
         self._on_prediction = on_prediction
@@ -30,7 +34,8 @@ class StepTimePrediction:
             self._committed = state.committed
         elif isinstance(event, CostsMeasured) and self._committed is not None:
             committed, self._committed = self._committed, None
-            if (committed == FIRST_AT or committed % EVERY == 0) and not state.finished:
+            due = (committed == FIRST_AT or committed % EVERY == 0) and not state.finished
+            if due and any(_is_able(lane) and not lane.helper for lane in state.lanes):
                 self._on_prediction(committed, predicted_step_s(state))
 
 
@@ -44,8 +49,7 @@ def predicted_step_s(state: SchedulerState) -> float:
         evaluate_every=1 if state.terms.evaluate_every == 1 else 0,
         save_every=1 if state.terms.save_every == 1 else 0,
     )
-    present = [lane for lane in state.lanes if lane.present and lane.calibrated]
-    offers = [(lane.offer, lane.helper) for lane in present]
+    offers = [(lane.offer, lane.helper) for lane in state.lanes if _is_able(lane)]
     prediction = predict(
         terms,
         state.costs,
@@ -56,3 +60,7 @@ def predicted_step_s(state: SchedulerState) -> float:
     ends = (0, *prediction.commit_ends_ns)
     steady = [end - start for start, end in pairwise(ends)][-STEADY_STEPS:]
     return fmean(steady) / NS_PER_SECOND
+
+
+def _is_able(lane: Lane) -> bool:
+    return lane.present and lane.calibrated

@@ -28,6 +28,7 @@ from digenrl.loop import drive
 from digenrl.records import (
     Commit,
     Committed,
+    CostsMeasured,
     HeldOutChunk,
     Job,
     LaneOffer,
@@ -46,7 +47,7 @@ from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut, unfinished_evaluations
 from digenrl.runs.resuming import find_resume_point, kept_positions, mend_logs
-from digenrl.runs.step_time_prediction import StepTimePrediction, predicted_step_s
+from digenrl.runs.step_time_prediction import FIRST_AT, StepTimePrediction, predicted_step_s
 from digenrl.runs.stopping import Stopper
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.training.checkpoint.format import STATE_FILE, WHOLE, CheckpointContent, read_content
@@ -144,8 +145,6 @@ def test_a_run_whose_terminal_is_closed_can_still_save(tmp_path: Path) -> None:
 
 
 def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_costs() -> None:
-    from digenrl.records import CostsMeasured
-
     opening = initial_state_of(steps=12)
     predicted: dict[int, float] = {}
     prediction = StepTimePrediction(lambda step, seconds: predicted.update({step: seconds}))
@@ -168,6 +167,19 @@ def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_co
     measured = [step["step_s"] for step in numbers.steps[4:9]]
     assert predicted[3] == pytest.approx(sum(measured) / len(measured), rel=0.1)
     assert predicted_step_s(opening) == pytest.approx(predicted[3], rel=0.1)
+
+
+def test_nothing_is_predicted_while_no_generator_is_present() -> None:
+    opening = initial_state_of(steps=12)
+    lanes = tuple(lane if lane.helper else replace(lane, present=False) for lane in opening.lanes)
+    steps: list[int] = []
+    prediction = StepTimePrediction(lambda step, seconds: steps.append(step))
+    c, committed = opening.costs, FIRST_AT
+    costs = CostsMeasured(0, c.train_sample_ns, c.commit_ns, c.publish_ns, c.switch_in_ns, c.switch_out_ns, 0)
+    for state in (replace(opening, lanes=lanes, committed=committed), replace(opening, committed=committed)):
+        prediction.observe(Committed(0, Commit(0, 0, step=committed - 1)), (), state)
+        prediction.observe(costs, (), state)
+        assert steps == ([] if state.lanes is lanes else [committed])
 
 
 def test_only_evaluations_and_checkpoints_of_every_step_count_in_its_predicted_time() -> None:

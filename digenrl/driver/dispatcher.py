@@ -71,7 +71,7 @@ from digenrl.records import (
     pixels_name,
 )
 from digenrl.transports.contract import Gone, InputsLost, Message, RunResources
-from digenrl.worker.assignment import ENCODER, TRAINER, PeersLost, Ready, StartFailed, rank_names
+from digenrl.worker.assignment import ENCODER, TRAINER, DeviceFailed, PeersLost, Ready, StartFailed, rank_names
 
 logger = logging.getLogger(__name__)
 
@@ -271,6 +271,9 @@ class Dispatcher:
         worker, report = message.worker, message.report
         if isinstance(report, Gone):
             self._lose(worker, report)
+        elif isinstance(report, DeviceFailed):
+            self._jobs.transport.end(worker)
+            self._lose(worker, Gone(report.reason))
         elif isinstance(report, StartFailed):
             self._start_failed(worker, report)
         elif isinstance(report, Ready):

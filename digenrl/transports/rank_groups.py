@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from digenrl.records import Job, JobFailed
 from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report, Transport
-from digenrl.worker.assignment import Assignment, PeersLost, StartFailed, rank_device, rank_names
+from digenrl.worker.assignment import Assignment, DeviceFailed, PeersLost, StartFailed, rank_device, rank_names
 
 # A rank fails at once if it loses another one, whose end or error may be known only later. Failures wait for it.
 NOTICE_S = 5.0
@@ -94,9 +94,10 @@ class RankGroupTransport:
 
     def _add_report(self, worker: str, message: Message) -> list[Message]:
         group, job_id, report = self._groups[worker], message.job_id, message.report
-        if isinstance(report, Gone):
+        if isinstance(report, Gone | DeviceFailed):
             lost = f"lost its rank {group.ranks.index(message.worker)}, which {report.reason}"
-            return [self._end_group(worker, None, Gone(lost, report.fault))]
+            fault = isinstance(report, DeviceFailed) or report.fault
+            return [self._end_group(worker, None, Gone(lost, fault))]
         if isinstance(report, JobFailed | StartFailed | PeersLost):
             return self._hold_failure(worker, message, report)
         if job_id not in group.reports:  # sent to this rank only

@@ -39,7 +39,7 @@ from digenrl.records import (
 from digenrl.scheduling.invariants import Auditor
 from digenrl.telemetry.recorder import Recorder
 from digenrl.transports.contract import Gone, Message
-from digenrl.worker.assignment import TRAINER, Ready, StartFailed
+from digenrl.worker.assignment import TRAINER, DeviceFailed, Ready, StartFailed
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "all techniques": {"techniques": {"tcss": 0.5}},
@@ -320,6 +320,23 @@ def test_what_a_lost_worker_held_is_issued_again(worker: str, job: type[Job], tm
         if lost:
             return
     raise AssertionError(f"{worker} never held {job}")
+
+
+def test_a_worker_whose_device_has_failed_is_replaced_and_its_slice_issued_again(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, fake_recipe(steps=4), prompts=50)
+    failed: list[int] = []
+
+    def fail_once(event: Any, actions: Any, state: Any) -> None:
+        held = run.transport.workers["generator-0"].jobs
+        if not failed and any(isinstance(job, Generate) for job in held.values()):
+            failed.extend(job_id for job_id in held if job_id is not None)
+            run.transport.waiting.append(Message("generator-0", failed[0], DeviceFailed("cannot use its device")))
+
+    auditor = driven(run, Watch(fail_once))
+    assert failed and not auditor.quarantined_groups
+    assert any("cannot use its device; starting a replacement" in message for message in run.messages)
+    assert "generator-0 (2)" in run.driver.stores.lanes.names
+    assert_every_group_was_trained_once(run)
 
 
 def test_a_worker_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> None:

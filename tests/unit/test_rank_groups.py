@@ -14,7 +14,7 @@ from digenrl.records import Commit, Committed, Job, JobFailed, RoleSwitched, Swi
 from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report
 from digenrl.transports.rank_groups import NOTICE_S, RankGroupTransport
-from digenrl.worker.assignment import Assignment, Machine, PeersLost, Ready, StartFailed
+from digenrl.worker.assignment import Assignment, DeviceFailed, Machine, PeersLost, Ready, StartFailed
 
 TO_GENERATE, TO_TRAIN = SwitchRole(1, 0, "generate"), SwitchRole(2, 0, "train")
 GENERATING, TRAINING = RoleSwitched(0, TO_GENERATE), RoleSwitched(0, TO_TRAIN)
@@ -135,6 +135,13 @@ def test_if_one_rank_is_gone_the_others_are_ended() -> None:
     (message,) = two.receive(("trainer/1", None, Gone("ended by signal 9")), ("trainer/0", 2, TRAINING))
     assert message == Message("trainer", None, Gone("lost its rank 1, which ended by signal 9"))
     assert two.inner.ended == ["trainer/0", "trainer/1"]
+
+
+def test_if_the_device_of_one_rank_has_failed_the_worker_is_gone_at_once() -> None:
+    two = TwoRanks()
+    two.transport.send("trainer", TO_TRAIN)
+    (message,) = two.receive(("trainer/1", 2, DeviceFailed("cannot use its device any more")))
+    assert message == Message("trainer", None, Gone("lost its rank 1, which cannot use its device any more"))
 
 
 FAILED = Gone("was ended after one of its ranks failed", fault=False)

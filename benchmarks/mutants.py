@@ -303,6 +303,12 @@ MUTANTS = [
     ),
     Mutant("weights dropped too early", VERSIONS, "if name not in wanted and", "if"),
     Mutant("wrong state dropped", VERSIONS, "state_name(self.kept_state or 0, rank)", "state_name(version, rank)"),
+    Mutant(
+        "broken worker kept",
+        DISPATCHER,
+        "if self._failures.fails_always(",
+        "if False and self._failures.fails_always(",
+    ),
     # The supervisor
     Mutant("worker started again and again", SUPERVISOR, "                del self._vacancies[worker]\n", ""),
     Mutant("lost worker not replaced", SUPERVISOR, "self._vacancies[worker] = _Vacancy(", "_ = _Vacancy("),

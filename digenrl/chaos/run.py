@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from digenrl.chaos.faults import KINDS, NS, Fault
-from digenrl.chaos.injection import Injector
+from digenrl.chaos.injection import BROKEN, Injector
 from digenrl.chaos.promises import check_history, check_metrics, check_repeated, promise
 from digenrl.chaos.transport import VirtualClock, VirtualTransport
 from digenrl.chaos.workers import WorldFacts
@@ -223,11 +223,13 @@ class _WorldRun:
     def _may_end(self, error: Exception) -> bool:
         """Whether this world can end a run: a single card has no copy of its trainer's state.
 
-        Faults can also hit the rewards of several groups in a row.
+        Faults can also hit the rewards of several groups in a row, or break every generator that is left.
         """
         struck = self._injector.struck
         if isinstance(error, TrainerLostError):
             return self._world.recipe.mode == "colocated"
+        if BROKEN in str(error):
+            return not self._injector.works()
         if "with the same error" in str(error):
             return sum(struck[kind] for kind in KINDS if kind.startswith("reward_")) >= GROUPS_IN_A_ROW
         lost = struck["artifact_loss"] + struck["node_loss"] + struck["slice_loss"]

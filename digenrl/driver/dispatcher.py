@@ -46,7 +46,6 @@ from digenrl.records import (
     Export,
     Exported,
     Generate,
-    Generated,
     Job,
     JobFailed,
     LaneOffer,
@@ -57,7 +56,6 @@ from digenrl.records import (
     Result,
     Save,
     Score,
-    Scored,
     StopRequested,
     TakeUpdate,
     Tick,
@@ -272,8 +270,7 @@ class Dispatcher:
         if isinstance(report, Gone):
             self._lose(worker, report)
         elif isinstance(report, DeviceFailed):
-            self._jobs.transport.end(worker)
-            self._lose(worker, Gone(report.reason))
+            self._end(worker, report.reason)
         elif isinstance(report, StartFailed):
             self._start_failed(worker, report)
         elif isinstance(report, Ready):
@@ -299,14 +296,10 @@ class Dispatcher:
         result = replace(with_valid_scores(job, result), at_ns=self._now_ns, job=job)
         callback = self._callbacks.pop(job.id, None)
         if isinstance(result, JobFailed):
-            if isinstance(job, Save):  # a full disk, mostly: no mistake in the recipe
-                raise WorkerFailedError(f"{result.reason}\n{result.details}".rstrip())
             if callback is not None or not isinstance(job, Generate | Score | Evaluate):
                 raise_failure(completed.worker, result)
             self._outputs.discard(job)
-            self._failures.failed(result)
-        elif isinstance(result, Scored) or (isinstance(result, Generated) and result.scores is not None):
-            self._failures.scored()
+        self._failures.observe(completed.worker, result)
         self._outputs.keep(completed, result)
         if isinstance(result, Encoded):
             parked, self._parked = self._parked, []
@@ -322,6 +315,8 @@ class Dispatcher:
             self._report_not_encoded(job)
         if isinstance(result, Committed) and self.stores.costs is not None:
             self._events.append(self.stores.costs.measured(self._now_ns))
+        if self._failures.fails_always(completed.worker) and self._supervisor.is_spare(completed.worker):
+            self._end(completed.worker, "failed several jobs in a row and was ended")
 
     def _drop_parked_evaluation(self, version: int) -> None:
         """Frees the lanes of an abandoned evaluation that still wait for prompts; they may load other weights."""
@@ -381,8 +376,14 @@ class Dispatcher:
 
     # --- Workers that come and go -------------------------------------------------------------------------------
 
+    def _end(self, worker: str, reason: str, fault: bool = True) -> None:
+        """Ends a worker that is of no use any more."""
+        self._jobs.transport.end(worker)
+        self._lose(worker, Gone(reason, fault))
+
     def _lose(self, worker: str, gone: Gone) -> None:
         """Reports the loss and starts a replacement as soon as there is room."""
+        self._failures.replaced(worker)
         if worker == TRAINER and self._begun and self.stores.versions.kept_state is None:
             raise TrainerLostError(f"{TRAINER} {gone.reason}, and its state is not kept in memory")
         self._supervisor.count_loss(worker, gone)
@@ -417,7 +418,6 @@ class Dispatcher:
         worker, job = overdue.worker, overdue.job
         self._now_ns, self._ticked = max(self._now_ns, self._clock()), False
         reason = f"did not finish {describe(job)} in {overdue.waited_s:.0f} s and was ended"
-        self._jobs.transport.end(worker)
         replaceable = (
             self._begun and job.id not in self._callbacks and isinstance(job, Generate | Score | Evaluate)
         )
@@ -428,7 +428,7 @@ class Dispatcher:
             # The scheduler counts failed slices itself; scores and evaluations fail only once.
             if isinstance(job, Generate) or self._timeouts[piece] >= TIMEOUTS_PER_JOB:
                 self._events.append(JobFailed(self._now_ns, job, f"{worker} {reason}"))
-        self._lose(worker, Gone(reason, fault=not replaceable))
+        self._end(worker, reason, fault=not replaceable)
 
     def _report_loss(self, worker: str) -> None:
         rewards, now_ns = self.stores.workers.reward_names, self._now_ns
@@ -512,6 +512,8 @@ class Dispatcher:
 
 def raise_failure(worker: str, failure: JobFailed | StartFailed) -> NoReturn:
     """Ends the run. A user error is shown as it is; anything else comes with its details."""
+    if isinstance(failure, JobFailed) and isinstance(failure.job, Save):  # mostly a full disk, no mistake
+        raise WorkerFailedError(f"{failure.reason}\n{failure.details}".rstrip())
     if failure.user_error:
         raise ConfigError(failure.reason)
     raise WorkerFailedError(f"{worker} could not continue: {failure.reason}\n{failure.details}".rstrip())

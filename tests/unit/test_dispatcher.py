@@ -339,6 +339,16 @@ def test_a_worker_whose_device_has_failed_is_replaced_and_its_slice_issued_again
     assert_every_group_was_trained_once(run)
 
 
+def test_a_generator_on_which_every_job_fails_is_replaced_before_the_run_gives_up(tmp_path: Path) -> None:
+    fails = lambda job: "broken" if isinstance(job, Generate) and job.lane == 0 else None  # noqa: E731
+    run = FakeRun(tmp_path, fake_recipe(steps=6), prompts=50, fails=fails)
+    auditor = driven(run)
+    assert auditor.quarantined_groups <= 1
+    assert any("generator-0 failed several jobs in a row" in message for message in run.messages)
+    assert "generator-0 (2)" in run.driver.stores.lanes.names
+    assert_every_group_was_trained_once(run)
+
+
 def test_a_worker_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> None:
     run = begun(tmp_path, lanes={"restarts": 1})
     run.transport.kill("reward-0")

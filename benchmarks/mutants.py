@@ -315,7 +315,7 @@ MUTANTS = [
     Mutant(
         "never looks for room again", SUPERVISOR, "self._monotonic() - self._looked_s >= LOOK_EVERY_S", "False"
     ),
-    Mutant("every loss ends the run", SUPERVISOR, "if gone.fault and used >= self._restarts:", "if gone.fault:"),
+    Mutant("every loss ends the run", SUPERVISOR, "not gone.fault or used < self._restarts", "not gone.fault"),
 ]
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 

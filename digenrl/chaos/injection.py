@@ -198,7 +198,7 @@ class Injector(JobFaults):
     # --- Jobs and messages --------------------------------------------------------------------------------------
 
     def seconds(self, slot: WorkerSlot, job: Job, seconds: float) -> float:
-        if _fails_at_once(slot, job):
+        if slot.broken:
             return 0.0
         fault = self._find(slot, job, AT_THE_BEGINNING)
         if fault is not None and fault.kind == "trainer_crash":
@@ -228,7 +228,7 @@ class Injector(JobFaults):
             self._there.exchange.lose((*names, *job.reads()))
 
     def report(self, slot: WorkerSlot, job: Job) -> Report:
-        if _fails_at_once(slot, job):
+        if slot.broken:
             return JobFailed(0, job, BROKEN)
         fault = self._find(slot, job, AT_THE_END)
         if fault is None:
@@ -288,10 +288,6 @@ class Injector(JobFaults):
             if not fault.worker or fault.worker == slot.name.partition("/")[0]:
                 return fault
         return None
-
-
-def _fails_at_once(slot: WorkerSlot, job: Job) -> bool:
-    return slot.broken and isinstance(job, Generate | Evaluate)
 
 
 def _spoilt(report: Report, kind: str) -> Report:

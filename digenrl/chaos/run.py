@@ -17,7 +17,7 @@ from digenrl.driver.dispatcher import Dispatcher, RunHooks
 from digenrl.driver.job_deadlines import UNTIMED_FACTOR
 from digenrl.driver.prompt_store import PromptStore
 from digenrl.driver.repeated_failures import LIMIT as GROUPS_IN_A_ROW
-from digenrl.driver.supervisor import TrainerLostError
+from digenrl.driver.supervisor import TrainerLostError, WorkerFailedError
 from digenrl.loop import RunGaveUpError, drive
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
@@ -97,7 +97,7 @@ class _WorldRun:
                 finished = self._drive()
             except DriverKilledError:
                 self._injector.struck["driver_kill"] += 1
-            except (TrainerLostError, RunGaveUpError) as error:
+            except (WorkerFailedError, RunGaveUpError) as error:
                 promise(self._may_end(error), f"the run ended: {error}")
             if not finished:
                 self._interrupted += self._versions.steps(self._facts.saved.step)

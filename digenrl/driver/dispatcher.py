@@ -297,7 +297,8 @@ class Dispatcher:
         callback = self._callbacks.pop(job.id, None)
         if isinstance(result, JobFailed):
             if callback is not None or not isinstance(job, Generate | Score | Evaluate):
-                raise_failure(completed.worker, result)
+                self._worker_failed(completed.worker, result)
+                return
             self._outputs.discard(job)
         self._failures.observe(completed.worker, result)
         self._outputs.keep(completed, result)
@@ -314,9 +315,18 @@ class Dispatcher:
         if isinstance(job, Encode):
             self._report_not_encoded(job)
         if isinstance(result, Committed) and self.stores.costs is not None:
+            self._supervisor.step_committed()
             self._events.append(self.stores.costs.measured(self._now_ns))
-        if self._failures.fails_always(completed.worker) and self._supervisor.is_spare(completed.worker):
+        if self._failures.fails_always(completed.worker) and self._is_spare(completed.worker):
             self._end(completed.worker, "failed several jobs in a row and was ended")
+
+    def _worker_failed(self, worker: str, failure: JobFailed) -> None:
+        """A job failed that is not tried again: ends the run, or only a worker without which it can continue."""
+        if not self._is_spare(worker):
+            raise_failure(worker, failure)
+        self._outputs.discard(failure.job, worker_lost=True)
+        logger.warning("%s", failure.details)
+        self._end(worker, f"failed {describe(failure.job)} and was ended: {failure.reason}")
 
     def _drop_parked_evaluation(self, version: int) -> None:
         """Frees the lanes of an abandoned evaluation that still wait for prompts; they may load other weights."""
@@ -376,17 +386,21 @@ class Dispatcher:
 
     # --- Workers that come and go -------------------------------------------------------------------------------
 
+    def _is_spare(self, worker: str) -> bool:
+        """Whether the run can continue without this worker."""
+        return self._begun and self._supervisor.is_spare(worker)
+
     def _end(self, worker: str, reason: str, fault: bool = True) -> None:
         """Ends a worker that is of no use any more."""
         self._jobs.transport.end(worker)
         self._lose(worker, Gone(reason, fault))
 
     def _lose(self, worker: str, gone: Gone) -> None:
-        """Reports the loss and starts a replacement as soon as there is room."""
+        """Reports the loss and starts a replacement as soon as there is room, unless it failed too often."""
         self._failures.replaced(worker)
         if worker == TRAINER and self._begun and self.stores.versions.kept_state is None:
             raise TrainerLostError(f"{TRAINER} {gone.reason}, and its state is not kept in memory")
-        self._supervisor.count_loss(worker, gone)
+        replaced = self._supervisor.count_loss(worker, gone, self._is_spare(worker))
         names = dict.fromkeys((worker, *rank_names(self._supervisor.assignment(worker))))
         lost = [(name, job) for name in names for job in self._jobs.lose(name)]
         for _, job in lost:
@@ -398,7 +412,8 @@ class Dispatcher:
                 self._callbacks.pop(job.id, None)
         else:
             self._resend_to_replacement(worker, lost)
-        self._supervisor.want(worker)
+        if replaced:
+            self._supervisor.want(worker)
         self._supervisor.fill()
 
     def _start_failed(self, worker: str, failure: StartFailed) -> None:
@@ -406,7 +421,7 @@ class Dispatcher:
         self._jobs.transport.end(worker)
         for name in dict.fromkeys((worker, *rank_names(self._supervisor.assignment(worker)))):
             self._jobs.lose(name)
-        if not (self._begun and self._supervisor.is_spare(worker)):
+        if not self._is_spare(worker):
             raise_failure(worker, failure)
         logger.warning("%s could not start: %s\n%s", worker, failure.reason, failure.details)
         self._notify(f"{worker} could not start, and the run continues without it: {failure.reason}")

@@ -79,7 +79,7 @@ def test_a_failure_names_the_least_faults_and_the_command_that_replays_it(monkey
     assert again.faults == failure.faults
 
 
-def _refuse(supervisor: Supervisor, worker: str, gone: Gone) -> None:
+def _refuse(supervisor: Supervisor, worker: str, gone: Gone, is_spare: bool) -> bool:
     raise WorkerFailedError(f"{worker} {gone.reason}")
 
 

@@ -31,6 +31,7 @@ from digenrl.records import (
     Save,
     Score,
     Scored,
+    SendGradients,
     Slice,
     SwitchRole,
     WorkerJoined,
@@ -383,14 +384,58 @@ def test_a_lost_trainer_continues_from_the_last_commit_and_trains_the_open_step_
 def test_losses_that_are_not_a_workers_fault_do_not_count(tmp_path: Path) -> None:
     run = begun(tmp_path, lanes={"restarts": 0})
     for _ in range(3):
-        del run.transport.workers["generator-0"]
-        run.transport.waiting.append(Message("generator-0", None, Gone("lost its machine", fault=False)))
+        del run.transport.workers["reward-0"]
+        run.transport.waiting.append(Message("reward-0", None, Gone("lost its machine", fault=False)))
         run.driver.receive()
-        run.transport.answer("generator-0")
+        run.transport.answer("reward-0")
         run.driver.receive()
-    run.transport.kill("generator-0")
-    with pytest.raises(WorkerFailedError, match="generator-0"):
+    run.transport.kill("reward-0")
+    with pytest.raises(WorkerFailedError, match="reward-0"):
         run.driver.receive()
+
+
+def test_a_run_continues_without_a_generator_that_is_lost_too_often_and_not_without_the_last(
+    tmp_path: Path,
+) -> None:
+    run = begun(tmp_path, lanes={"restarts": 1})
+    for _ in range(2):
+        run.transport.kill("generator-0")
+        run.driver.receive()
+    assert run.messages[-1].endswith("after 1 restart; the run continues without it")
+    assert "generator-0" not in run.transport.workers
+    run.transport.kill("generator-1")
+    run.driver.receive()
+    run.transport.kill("generator-1")
+    with pytest.raises(WorkerFailedError, match=r"generator-1 .*1 restart"):
+        run.driver.receive()
+
+
+def test_faults_are_forgotten_after_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("digenrl.driver.supervisor.FORGOTTEN_AFTER_STEPS", 2)
+    run = FakeRun(tmp_path, fake_recipe(steps=9, lanes={"restarts": 1}), prompts=50)
+    losses: list[int] = []
+
+    def lose(event: Any, actions: Any, state: Any) -> None:
+        if state.committed in (1, 4, 7) and state.committed not in losses and "reward-0" in run.transport.workers:
+            losses.append(state.committed)
+            run.transport.kill("reward-0")
+
+    driven(run, Watch(lose))
+    assert losses == [1, 4, 7]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [Calibrate(900, 0, "generate", sizes=(2,), lane=0), Publish(900, 0, 0, (0,)), SendGradients(900, 0, 0, 0)],
+)
+def test_a_generator_that_fails_a_job_that_is_not_tried_again_is_replaced(job: Job, tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    run.driver.submit(job)
+    run.transport.waiting.append(Message("generator-0", 900, JobFailed(0, job, "no memory")))
+    run.driver.receive()
+    assert isinstance(run.driver.next_event(), WorkerLost)
+    assert "no memory; starting a replacement" in run.messages[-1]
+    assert run.transport.kinds_of_jobs("generator-0") == [None]
 
 
 def test_the_user_is_notified_of_a_lost_trainer_and_of_missing_room(

@@ -36,6 +36,7 @@ from digenrl.records import (
     Save,
     Score,
     Scores,
+    Tick,
     WorkerJoined,
     WorkerLost,
 )
@@ -179,6 +180,9 @@ def test_nothing_is_predicted_while_no_generator_is_present() -> None:
     for state in (replace(opening, lanes=lanes, committed=committed), replace(opening, committed=committed)):
         prediction.observe(Committed(0, Commit(0, 0, step=committed - 1)), (), state)
         prediction.observe(costs, (), state)
+        assert not steps, "no event waits for a whole simulation"
+        for _ in range(1000):
+            prediction.observe(Tick(0), (), state)
         assert steps == ([] if state.lanes is lanes else [committed])
 
 

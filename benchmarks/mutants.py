@@ -303,13 +303,19 @@ MUTANTS = [
     ),
     Mutant("weights dropped too early", VERSIONS, "if name not in wanted and", "if"),
     Mutant("wrong state dropped", VERSIONS, "state_name(self.kept_state or 0, rank)", "state_name(version, rank)"),
+    Mutant(
+        "broken worker kept",
+        DISPATCHER,
+        "if self._failures.fails_always(",
+        "if False and self._failures.fails_always(",
+    ),
     # The supervisor
     Mutant("worker started again and again", SUPERVISOR, "                del self._vacancies[worker]\n", ""),
     Mutant("lost worker not replaced", SUPERVISOR, "self._vacancies[worker] = _Vacancy(", "_ = _Vacancy("),
     Mutant(
         "never looks for room again", SUPERVISOR, "self._monotonic() - self._looked_s >= LOOK_EVERY_S", "False"
     ),
-    Mutant("every loss ends the run", SUPERVISOR, "if gone.fault and used >= self._restarts:", "if gone.fault:"),
+    Mutant("every loss ends the run", SUPERVISOR, "not gone.fault or used < self._restarts", "not gone.fault"),
 ]
 BY_NAME = {mutant.name: mutant for mutant in MUTANTS}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from digenrl.records import Action, Event, GiveUp
@@ -32,6 +32,15 @@ class RunGaveUpError(RuntimeError):
 
 def drive(state: SchedulerState, runtime: Runtime, observers: Sequence[Observer] = ()) -> SchedulerState:
     """Runs until the scheduler has nothing left to do. Returns its last state."""
+    for _, after in decisions(state, runtime, observers):
+        state = after
+    return state
+
+
+def decisions(
+    state: SchedulerState, runtime: Runtime, observers: Sequence[Observer] = ()
+) -> Iterator[tuple[Event, SchedulerState]]:
+    """As `drive`, one event at a time: every event, and the state after its decision."""
     while not state.finished:
         event = runtime.next_event()
         state, actions = decide(state, event)
@@ -41,4 +50,4 @@ def drive(state: SchedulerState, runtime: Runtime, observers: Sequence[Observer]
             if isinstance(action, GiveUp):
                 raise RunGaveUpError(action.reason)
             runtime.submit(action)
-    return state
+        yield event, state

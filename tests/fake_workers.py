@@ -153,7 +153,11 @@ class FakeTransport:
         return assignment.name not in self.no_room_for
 
     def end(self, worker: str) -> None:
+        """The trainer ends with its open gradient."""
         self.workers.pop(worker, None)
+        if worker == TRAINER:
+            self.trained = [each for each in self.trained if each[0] < self._committed]
+            self.trainer_version = 0  # a replacement starts from scratch, unless it restores a version
 
     def stop(self) -> None:
         self.workers.clear()
@@ -173,11 +177,9 @@ class FakeTransport:
             self.waiting.append(Message(name, job_id, self._result(worker, job)))
 
     def kill(self, name: str) -> None:
-        """Ends a worker with its jobs; a trainer also with its open gradient."""
-        del self.workers[name]
-        if name == TRAINER:
-            self.trained = [each for each in self.trained if each[0] < self._committed]
-            self.trainer_version = 0  # a replacement starts from scratch, unless it restores a version
+        """Ends a worker with its jobs, of which the driver hears."""
+        assert name in self.workers, f"{name} is not there"
+        self.end(name)
         self.waiting.append(Message(name, None, Gone("ended by signal 9 (SIGKILL)")))
 
     def vanish(self, *names: str) -> None:

@@ -33,8 +33,10 @@ from digenrl.records import (
     pixels_name,
 )
 from digenrl.transports.contract import Message, Report
+from digenrl.worker.assignment import TRAINER
 
 NEVER_S = 1e9
+BROKEN = "RuntimeError: everything fails here"
 REORDERING_S = 2.0  # the longest extra way of a message
 PICTURES = re.compile(r"held-out-\d")  # names of held-out pictures
 NOT_A_NUMBER = {"gradient_norm": math.nan, "ratio_mean": math.nan}
@@ -119,6 +121,20 @@ class Injector(JobFaults):
             self._there.slots[name].slowdown = fault.amount
         return bool(self._ranks(fault.worker))
 
+    def _break(self, fault: Fault) -> bool:
+        """One of several generators. The last one would rightly end the run."""
+        slots = self._there.slots
+        if fault.worker == TRAINER or fault.worker not in slots or not self.works(but=fault.worker):
+            return False
+        slots[fault.worker].broken = True
+        return True
+
+    def works(self, but: str = "") -> bool:
+        """Whether a generator, another one than this, is present and not broken."""
+        workers = self._world.workers
+        names = [each.name for each in (*workers.generators, *workers.reserve) if each.name != but]
+        return any(name in self._there.slots and not self._there.slots[name].broken for name in names)
+
     def _flap(self, fault: Fault) -> bool:
         self._flapping[fault.worker] = round(fault.amount)
         return self._crash(fault)
@@ -168,6 +184,7 @@ class Injector(JobFaults):
         "crash": _crash,
         "hang": _hang,
         "slow": _slow,
+        "broken": _break,
         "flap": _flap,
         "leave": _leave,
         "join": _join,
@@ -181,6 +198,8 @@ class Injector(JobFaults):
     # --- Jobs and messages --------------------------------------------------------------------------------------
 
     def seconds(self, slot: WorkerSlot, job: Job, seconds: float) -> float:
+        if slot.broken:
+            return 0.0
         fault = self._find(slot, job, AT_THE_BEGINNING)
         if fault is not None and fault.kind == "trainer_crash":
             self._use(fault)
@@ -209,6 +228,8 @@ class Injector(JobFaults):
             self._there.exchange.lose((*names, *job.reads()))
 
     def report(self, slot: WorkerSlot, job: Job) -> Report:
+        if slot.broken:
+            return JobFailed(0, job, BROKEN)
         fault = self._find(slot, job, AT_THE_END)
         if fault is None:
             return super().report(slot, job)

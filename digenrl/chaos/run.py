@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from digenrl.chaos.faults import KINDS, NS, Fault
-from digenrl.chaos.injection import Injector
+from digenrl.chaos.injection import BROKEN, Injector
 from digenrl.chaos.promises import check_history, check_metrics, check_repeated, promise
 from digenrl.chaos.transport import VirtualClock, VirtualTransport
 from digenrl.chaos.workers import WorldFacts
@@ -17,7 +17,7 @@ from digenrl.driver.dispatcher import Dispatcher, RunHooks
 from digenrl.driver.job_deadlines import UNTIMED_FACTOR
 from digenrl.driver.prompt_store import PromptStore
 from digenrl.driver.repeated_failures import LIMIT as GROUPS_IN_A_ROW
-from digenrl.driver.supervisor import TrainerLostError
+from digenrl.driver.supervisor import TrainerLostError, WorkerFailedError
 from digenrl.loop import RunGaveUpError, drive
 from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.sources import Prompt
@@ -97,7 +97,7 @@ class _WorldRun:
                 finished = self._drive()
             except DriverKilledError:
                 self._injector.struck["driver_kill"] += 1
-            except (TrainerLostError, RunGaveUpError) as error:
+            except (WorkerFailedError, RunGaveUpError) as error:
                 promise(self._may_end(error), f"the run ended: {error}")
             if not finished:
                 self._interrupted += self._versions.steps(self._facts.saved.step)
@@ -166,7 +166,8 @@ class _WorldRun:
         held_out = [Prompt(index, f"held out {index}") for index in range(world.held_out)]
         sampler = PromptSampler(prompts, recipe.batch.prompts, recipe.seed)
         store = PromptStore(sampler, transport.exchange.drop, held_out, kept=world.kept_prompts)
-        resources = RunResources(RankGroupTransport(transport), transport.exchange, world.workers, lambda: None)
+        ranks = RankGroupTransport(transport, self._clock.monotonic_s)
+        resources = RunResources(ranks, transport.exchange, world.workers, lambda: None)
         driver: Dispatcher | None = None
 
         def look_around() -> None:
@@ -222,11 +223,13 @@ class _WorldRun:
     def _may_end(self, error: Exception) -> bool:
         """Whether this world can end a run: a single card has no copy of its trainer's state.
 
-        Faults can also hit the rewards of several groups in a row.
+        Faults can also hit the rewards of several groups in a row, or break every generator that is left.
         """
         struck = self._injector.struck
         if isinstance(error, TrainerLostError):
             return self._world.recipe.mode == "colocated"
+        if BROKEN in str(error):
+            return not self._injector.works()
         if "with the same error" in str(error):
             return sum(struck[kind] for kind in KINDS if kind.startswith("reward_")) >= GROUPS_IN_A_ROW
         lost = struck["artifact_loss"] + struck["node_loss"] + struck["slice_loss"]

@@ -45,7 +45,7 @@ THEMES = (
     ),
     Theme(("reward_error", "reward_nan", "out_of_memory", "slow"), scorers=(0, 0, 1), least_generators=2),
     Theme(
-        ("join", "join", "slow", "leave", "flap"),
+        ("join", "join", "slow", "leave", "flap", "broken"),
         least_generators=2,
         least_steps=2,
         publish_slices=(1, 5),

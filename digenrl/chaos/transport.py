@@ -51,6 +51,7 @@ class WorkerSlot:
     busy: bool = True  # until it has started
     silent: bool = False  # it does nothing more, or cannot be reached
     slowdown: float = 1.0
+    broken: bool = False  # it fails every job at once
     gone: bool = False
 
 

@@ -46,7 +46,6 @@ from digenrl.records import (
     Export,
     Exported,
     Generate,
-    Generated,
     Job,
     JobFailed,
     LaneOffer,
@@ -57,7 +56,6 @@ from digenrl.records import (
     Result,
     Save,
     Score,
-    Scored,
     StopRequested,
     TakeUpdate,
     Tick,
@@ -71,7 +69,7 @@ from digenrl.records import (
     pixels_name,
 )
 from digenrl.transports.contract import Gone, InputsLost, Message, RunResources
-from digenrl.worker.assignment import ENCODER, TRAINER, PeersLost, Ready, StartFailed, rank_names
+from digenrl.worker.assignment import ENCODER, TRAINER, DeviceFailed, PeersLost, Ready, StartFailed, rank_names
 
 logger = logging.getLogger(__name__)
 
@@ -271,6 +269,8 @@ class Dispatcher:
         worker, report = message.worker, message.report
         if isinstance(report, Gone):
             self._lose(worker, report)
+        elif isinstance(report, DeviceFailed):
+            self._end(worker, report.reason)
         elif isinstance(report, StartFailed):
             self._start_failed(worker, report)
         elif isinstance(report, Ready):
@@ -296,14 +296,11 @@ class Dispatcher:
         result = replace(with_valid_scores(job, result), at_ns=self._now_ns, job=job)
         callback = self._callbacks.pop(job.id, None)
         if isinstance(result, JobFailed):
-            if isinstance(job, Save):  # a full disk, mostly: no mistake in the recipe
-                raise WorkerFailedError(f"{result.reason}\n{result.details}".rstrip())
             if callback is not None or not isinstance(job, Generate | Score | Evaluate):
-                raise_failure(completed.worker, result)
+                self._worker_failed(completed.worker, result)
+                return
             self._outputs.discard(job)
-            self._failures.failed(result)
-        elif isinstance(result, Scored) or (isinstance(result, Generated) and result.scores is not None):
-            self._failures.scored()
+        self._failures.observe(completed.worker, result)
         self._outputs.keep(completed, result)
         if isinstance(result, Encoded):
             parked, self._parked = self._parked, []
@@ -318,7 +315,18 @@ class Dispatcher:
         if isinstance(job, Encode):
             self._report_not_encoded(job)
         if isinstance(result, Committed) and self.stores.costs is not None:
+            self._supervisor.step_committed()
             self._events.append(self.stores.costs.measured(self._now_ns))
+        if self._failures.fails_always(completed.worker) and self._is_spare(completed.worker):
+            self._end(completed.worker, "failed several jobs in a row and was ended")
+
+    def _worker_failed(self, worker: str, failure: JobFailed) -> None:
+        """A job failed that is not tried again: ends the run, or only a worker without which it can continue."""
+        if not self._is_spare(worker):
+            raise_failure(worker, failure)
+        self._outputs.discard(failure.job, worker_lost=True)
+        logger.warning("%s", failure.details)
+        self._end(worker, f"failed {describe(failure.job)} and was ended: {failure.reason}")
 
     def _drop_parked_evaluation(self, version: int) -> None:
         """Frees the lanes of an abandoned evaluation that still wait for prompts; they may load other weights."""
@@ -378,11 +386,21 @@ class Dispatcher:
 
     # --- Workers that come and go -------------------------------------------------------------------------------
 
+    def _is_spare(self, worker: str) -> bool:
+        """Whether the run can continue without this worker."""
+        return self._begun and self._supervisor.is_spare(worker)
+
+    def _end(self, worker: str, reason: str, fault: bool = True) -> None:
+        """Ends a worker that is of no use any more."""
+        self._jobs.transport.end(worker)
+        self._lose(worker, Gone(reason, fault))
+
     def _lose(self, worker: str, gone: Gone) -> None:
-        """Reports the loss and starts a replacement as soon as there is room."""
+        """Reports the loss and starts a replacement as soon as there is room, unless it failed too often."""
+        self._failures.replaced(worker)
         if worker == TRAINER and self._begun and self.stores.versions.kept_state is None:
             raise TrainerLostError(f"{TRAINER} {gone.reason}, and its state is not kept in memory")
-        self._supervisor.count_loss(worker, gone)
+        replaced = self._supervisor.count_loss(worker, gone, self._is_spare(worker))
         names = dict.fromkeys((worker, *rank_names(self._supervisor.assignment(worker))))
         lost = [(name, job) for name in names for job in self._jobs.lose(name)]
         for _, job in lost:
@@ -394,7 +412,8 @@ class Dispatcher:
                 self._callbacks.pop(job.id, None)
         else:
             self._resend_to_replacement(worker, lost)
-        self._supervisor.want(worker)
+        if replaced:
+            self._supervisor.want(worker)
         self._supervisor.fill()
 
     def _start_failed(self, worker: str, failure: StartFailed) -> None:
@@ -402,7 +421,7 @@ class Dispatcher:
         self._jobs.transport.end(worker)
         for name in dict.fromkeys((worker, *rank_names(self._supervisor.assignment(worker)))):
             self._jobs.lose(name)
-        if not (self._begun and self._supervisor.is_spare(worker)):
+        if not self._is_spare(worker):
             raise_failure(worker, failure)
         logger.warning("%s could not start: %s\n%s", worker, failure.reason, failure.details)
         self._notify(f"{worker} could not start, and the run continues without it: {failure.reason}")
@@ -414,7 +433,6 @@ class Dispatcher:
         worker, job = overdue.worker, overdue.job
         self._now_ns, self._ticked = max(self._now_ns, self._clock()), False
         reason = f"did not finish {describe(job)} in {overdue.waited_s:.0f} s and was ended"
-        self._jobs.transport.end(worker)
         replaceable = (
             self._begun and job.id not in self._callbacks and isinstance(job, Generate | Score | Evaluate)
         )
@@ -425,7 +443,7 @@ class Dispatcher:
             # The scheduler counts failed slices itself; scores and evaluations fail only once.
             if isinstance(job, Generate) or self._timeouts[piece] >= TIMEOUTS_PER_JOB:
                 self._events.append(JobFailed(self._now_ns, job, f"{worker} {reason}"))
-        self._lose(worker, Gone(reason, fault=not replaceable))
+        self._end(worker, reason, fault=not replaceable)
 
     def _report_loss(self, worker: str) -> None:
         rewards, now_ns = self.stores.workers.reward_names, self._now_ns
@@ -509,6 +527,8 @@ class Dispatcher:
 
 def raise_failure(worker: str, failure: JobFailed | StartFailed) -> NoReturn:
     """Ends the run. A user error is shown as it is; anything else comes with its details."""
+    if isinstance(failure, JobFailed) and isinstance(failure.job, Save):  # mostly a full disk, no mistake
+        raise WorkerFailedError(f"{failure.reason}\n{failure.details}".rstrip())
     if failure.user_error:
         raise ConfigError(failure.reason)
     raise WorkerFailedError(f"{worker} could not continue: {failure.reason}\n{failure.details}".rstrip())

@@ -44,6 +44,7 @@ class JobDeadlines:
         self._scoring_s, self._link_bytes_per_s = scoring_s, link_bytes_per_s
         self._patience_s, self._now_s = patience_s, ActiveClock(min(LONGEST_PAUSE_S, patience_s / 4), monotonic)
         self._since_s: dict[str, float] = {}  # the last progress of every worker that is ready
+        self._last_loss_s = -math.inf  # when a worker was lost
         self._longest_s: dict[type[Job], float] = {}
         self._have_weights: set[str] = set()
 
@@ -65,10 +66,10 @@ class JobDeadlines:
         self.begin(worker)
 
     def forget(self, worker: str) -> None:
-        """The worker is lost. Others may have waited for it, so their time starts again."""
+        """The worker is lost. Others may have waited for it: their time starts again, if their jobs may wait."""
         self._since_s.pop(owner(worker), None)
         self._have_weights.discard(owner(worker))
-        self._since_s = dict.fromkeys(self._since_s, self._now_s())
+        self._last_loss_s = self._now_s()
 
     def any_silent(self) -> bool:
         """Whether a worker has made no progress for so long that its job may be overdue."""
@@ -82,7 +83,10 @@ class JobDeadlines:
         for worker, held in jobs.items():
             pending.setdefault(owner(worker), []).extend(held)
         for worker, held_jobs in pending.items():
-            waited_s = now_s - self._since_s.get(worker, now_s)
+            since_s = self._since_s.get(worker, now_s)
+            if held_jobs and not isinstance(held_jobs[0], INDEPENDENT):
+                since_s = max(since_s, self._last_loss_s)
+            waited_s = now_s - since_s
             if held_jobs and waited_s > max(self.allowed_s(job, worker) for job in held_jobs):
                 return OverdueJob(worker, held_jobs[0], waited_s)
         return None

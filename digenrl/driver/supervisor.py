@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,7 @@ from digenrl.worker.assignment import Assignment, Workers
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 1.0  # between looks for room
+FORGOTTEN_AFTER_STEPS = 100  # committed ones, after which a fault of a worker does not count any more
 LONGEST_WAIT_S = 600.0  # for a worker without which the run cannot continue
 
 
@@ -35,7 +35,9 @@ class _Vacancy:
 
 
 class Supervisor:
-    """Starts workers as soon as there is room, and replaces lost ones a limited number of times.
+    """Starts workers as soon as there is room, and replaces those that fail a limited number of times.
+
+    The run continues without a generator that fails more often, if it has another one.
 
     `monotonic` is a clock in seconds; `notify` tells the user about lost workers.
     """
@@ -52,7 +54,8 @@ class Supervisor:
         self._monotonic, self._notify = monotonic, notify
         self._assignments = workers.by_name()
         self._vacancies: dict[str, _Vacancy] = {}
-        self._faults: Counter[str] = Counter()
+        self._faults: dict[str, list[int]] = {}  # by worker: the steps that were committed before each
+        self._steps = 0  # committed by this driver
         self._announced: set[str] = set()
         self._replacing: set[str] = set()  # lost workers whose replacements are not ready yet
         self._looked_s = monotonic()
@@ -67,16 +70,29 @@ class Supervisor:
             for name, each in self._assignments.items()
         }
 
-    def count_loss(self, worker: str, gone: Gone) -> None:
-        """Raises WorkerFailedError for a worker that failed more often than the recipe allows."""
-        used = self._faults[worker]
-        if gone.fault and used >= self._restarts:
-            again = f", after {used} restart{'s' if used > 1 else ''}" if used else ""
+    def count_loss(self, worker: str, gone: Gone, is_spare: bool) -> bool:
+        """Whether a lost worker is to be replaced: not if it failed more often than the recipe allows.
+
+        Raises WorkerFailedError if it is not and the run needs it.
+        """
+        faults = self._faults.setdefault(worker, [])
+        used = sum(self._steps - step < FORGOTTEN_AFTER_STEPS for step in faults)
+        replaced = not gone.fault or used < self._restarts
+        again = f", after {used} restart{'s' if used > 1 else ''}" if used and not replaced else ""
+        if not replaced and not is_spare:
             raise WorkerFailedError(f"{worker} {gone.reason}{again}; see its file in the run's logs")
-        self._faults[worker] += gone.fault
-        self._replacing.add(worker)
-        logger.warning("%s %s", worker, gone.reason)
-        self._notify(f"{worker} {gone.reason}; starting a replacement")
+        if gone.fault:
+            faults.append(self._steps)
+        if replaced:
+            self._replacing.add(worker)
+        logger.warning("%s %s%s", worker, gone.reason, again)
+        reaction = "starting a replacement" if replaced else "the run continues without it"
+        self._notify(f"{worker} {gone.reason}{again}; {reaction}")
+        return replaced
+
+    def step_committed(self) -> None:
+        """Faults are forgotten a number of committed steps later."""
+        self._steps += 1
 
     def want(self, worker: str) -> None:
         """The worker is to be started as soon as there is room."""

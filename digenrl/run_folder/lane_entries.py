@@ -13,14 +13,14 @@ POOLS = (GENERATOR_POOL, REWARD_POOL, TRAINER_POOL)  # in the order of the trace
 
 
 class LaneRecorder:
-    """An observer that records in run.json when lanes leave and join. `devices` is keyed by lane name."""
+    """Records in run.json when generator lanes leave and join. `devices` is keyed by lane name."""
 
     def __init__(self, folder: RunFolder, devices: Mapping[str, str]) -> None:
         self._folder, self._devices = folder, devices
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
-        # A lost lane never returns: its replacement joins under another name.
-        if isinstance(event, WorkerLost):
+        # A lost generator lane never returns: its replacement joins under another name. Other lanes return.
+        if isinstance(event, WorkerLost) and event.pool == "generator":
             name = state.lanes[event.lane].name
             left = {"left_ns": event.at_ns}
             entries = self._folder.info.lanes

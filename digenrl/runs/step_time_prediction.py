@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import fmean
 
 from digenrl.records import Action, Committed, CostsMeasured, Event
 from digenrl.scheduling import SchedulerState
-from digenrl.simulation.prediction import predict
+from digenrl.scheduling.state import Lane
+from digenrl.simulation.prediction import predict_commits
 
 SIMULATED_STEPS = 6
 STEADY_STEPS = 3  # the last of them, in which the pipeline is full
 FIRST_AT, EVERY = 3, 10  # optimizer steps
+DECISIONS_PER_EVENT = 10  # a simulation is over within a step of the run
 NS_PER_SECOND = 1_000_000_000
 
 
 class StepTimePrediction:
-    """An observer that regularly calls `on_prediction` with a step and its predicted seconds."""
+    """An observer that regularly calls `on_prediction` with a step and its predicted seconds.
+
+    With hundreds of lanes a simulation takes many seconds, so only a few of its decisions are made at every event.
+    While no generator is present, nothing is predicted.
+    """
 
     def __init__(self, on_prediction: Callable[[int, float], None]) -> None:
         self._on_prediction = on_prediction
         self._committed: int | None = None
+        self._step = 0
+        self._simulation: Iterator[tuple[int, ...]] = iter(())  # of the next steps, from this one on
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
         # The costs that a commit measured arrive after it.
@@ -30,8 +38,14 @@ class StepTimePrediction:
             self._committed = state.committed
         elif isinstance(event, CostsMeasured) and self._committed is not None:
             committed, self._committed = self._committed, None
-            if (committed == FIRST_AT or committed % EVERY == 0) and not state.finished:
-                self._on_prediction(committed, predicted_step_s(state))
+            due = (committed == FIRST_AT or committed % EVERY == 0) and not state.finished
+            if due and any(_is_able(lane) and not lane.helper for lane in state.lanes):
+                self._step, self._simulation = committed, _simulation(state)
+        for commit_ends_ns in islice(self._simulation, DECISIONS_PER_EVENT):
+            if len(commit_ends_ns) == SIMULATED_STEPS:
+                self._simulation = iter(())
+                self._on_prediction(self._step, _steady_step_s(commit_ends_ns))
+                return
 
 
 def predicted_step_s(state: SchedulerState) -> float:
@@ -39,20 +53,27 @@ def predicted_step_s(state: SchedulerState) -> float:
 
     Evaluations and checkpoints count if every step has one: in a few steps, rarer ones would weigh too much.
     """
+    *_, commit_ends_ns = _simulation(state)
+    return _steady_step_s(commit_ends_ns)
+
+
+def _simulation(state: SchedulerState) -> Iterator[tuple[int, ...]]:
+    """The times of simulated commits, as they become known."""
     terms = replace(
         state.terms,
         evaluate_every=1 if state.terms.evaluate_every == 1 else 0,
         save_every=1 if state.terms.save_every == 1 else 0,
     )
-    present = [lane for lane in state.lanes if lane.present and lane.calibrated]
-    offers = [(lane.offer, lane.helper) for lane in present]
-    prediction = predict(
-        terms,
-        state.costs,
-        [offer for offer, helper in offers if not helper],
-        [offer for offer, helper in offers if helper],
-        steps=SIMULATED_STEPS,
-    )
-    ends = (0, *prediction.commit_ends_ns)
-    steady = [end - start for start, end in pairwise(ends)][-STEADY_STEPS:]
+    offers = [(lane.offer, lane.helper) for lane in state.lanes if _is_able(lane)]
+    generators = [offer for offer, helper in offers if not helper]
+    helpers = [offer for offer, helper in offers if helper]
+    return predict_commits(terms, state.costs, generators, helpers, steps=SIMULATED_STEPS)
+
+
+def _steady_step_s(commit_ends_ns: Sequence[int]) -> float:
+    steady = [end - start for start, end in pairwise((0, *commit_ends_ns))][-STEADY_STEPS:]
     return fmean(steady) / NS_PER_SECOND
+
+
+def _is_able(lane: Lane) -> bool:
+    return lane.present and lane.calibrated

@@ -5,12 +5,12 @@ A live run passes the costs that it has measured, and compares the prediction wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from digenrl.loop import drive
-from digenrl.records import LaneOffer
-from digenrl.scheduling import Costs, Terms, initial_state
+from digenrl.loop import decisions, drive
+from digenrl.records import Committed, LaneOffer
+from digenrl.scheduling import Costs, SchedulerState, Terms, initial_state
 from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 from digenrl.telemetry.recorder import Recorder
@@ -42,8 +42,7 @@ def predict(
     All lanes are idle and have the newest version. `terms.steps` is ignored: the predicted run ends after these
     steps, so stale samples of later steps are not generated.
     """
-    terms = replace(terms, steps=committed + steps, hedge_after=0)  # nothing is predicted to be overdue
-    start = initial_state(terms, costs, generators, helpers, committed=committed)
+    start = _start(terms, costs, generators, helpers, steps, committed)
     recorder = Recorder(start, start_ns=start_ns)
     drive(start, VirtualCluster(start, faults, start_ns), (recorder, Auditor(start)))
     return PredictedRun(
@@ -51,3 +50,30 @@ def predict(
         commit_ends_ns=tuple(recorder.commit_ends_ns),
         help_decisions=tuple(recorder.help_decisions),
     )
+
+
+def predict_commits(
+    terms: Terms, costs: Costs, generators: Sequence[LaneOffer], helpers: Sequence[LaneOffer], *, steps: int
+) -> Iterator[tuple[int, ...]]:
+    """The times of the first `steps` commits that `predict` gives, without its checks and one decision at a time.
+
+    Every item has the commits so far.
+    """
+    start = _start(terms, costs, generators, helpers, steps)
+    commit_ends_ns: tuple[int, ...] = ()
+    for event, _ in decisions(start, VirtualCluster(start)):
+        if isinstance(event, Committed):
+            commit_ends_ns = (*commit_ends_ns, event.at_ns)
+        yield commit_ends_ns
+
+
+def _start(
+    terms: Terms,
+    costs: Costs,
+    generators: Sequence[LaneOffer],
+    helpers: Sequence[LaneOffer],
+    steps: int,
+    committed: int = 0,
+) -> SchedulerState:
+    terms = replace(terms, steps=committed + steps, hedge_after=0)  # nothing is predicted to be overdue
+    return initial_state(terms, costs, generators, helpers, committed=committed)

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.records import Job, Result
-from digenrl.worker.assignment import Assignment, PeersLost, Ready, StartFailed, Workers
+from digenrl.worker.assignment import Assignment, DeviceFailed, PeersLost, Ready, StartFailed, Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class InputsLost:
     names: tuple[str, ...]
 
 
-Report = Result | Ready | StartFailed | Gone | InputsLost | PeersLost
+Report = Result | Ready | StartFailed | Gone | InputsLost | PeersLost | DeviceFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from digenrl.records import Job, JobFailed
 from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report, Transport
-from digenrl.worker.assignment import Assignment, PeersLost, StartFailed, rank_device, rank_names
+from digenrl.worker.assignment import Assignment, DeviceFailed, PeersLost, StartFailed, rank_device, rank_names
 
-# A rank fails at once if it loses another one, whose end or error may be known only later.
+# A rank fails at once if it loses another one, whose end or error may be known only later. Failures wait for it.
 NOTICE_S = 5.0
 
 
@@ -21,15 +21,19 @@ class _RankGroup:
 
     ranks: tuple[str, ...]
     reports: dict[int | None, dict[str, Report]] = field(default_factory=dict)  # by job, then by rank
+    failures: list[Message] = field(default_factory=list)  # held until `report_at_s`: another rank may be lost
+    report_at_s: float = 0.0
 
 
 class RankGroupTransport:
     """Wraps another transport, to which a worker of several ranks is `trainer/0`, `trainer/1` and so on.
 
-    A job for `trainer` goes to every rank; its report is that of rank 0, or the first failure. A job for
-    `trainer/1` goes to that rank only. If one rank is gone, the others are killed and the worker is gone, also if
-    another rank has just failed: probably because of that. Likewise if a rank says that it lost the others, and
-    none of them reports an error of its own.
+    A job for `trainer` goes to every rank; its report is that of rank 0, or the first failure. If only some ranks
+    fail, or for different reasons, the worker is gone as well. A job for `trainer/1` goes to that rank only.
+
+    If one rank is gone, the others are killed and the worker is gone, also if another rank has just failed:
+    probably because of that. Likewise if a rank says that it lost the others, and none of them reports an error of
+    its own.
     """
 
     def __init__(self, transport: Transport, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -66,21 +70,16 @@ class RankGroupTransport:
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """Reports of groups are complete; the result is empty if those that arrived completed none."""
-        if not self._groups:
-            return self._transport.receive(timeout_s)
-        arrived = list(self._transport.receive(timeout_s))
-        failed = {_group_of(each) for each in arrived if _has_failed(each)} & self._groups.keys()
-        deadline_s = self._monotonic() + NOTICE_S
-        while not failed <= _groups_with_losses(arrived) and (left_s := deadline_s - self._monotonic()) > 0:
-            arrived += self._transport.receive(left_s)
-        lost = _groups_with_losses(arrived)
         messages: list[Message] = []
-        for message in sorted(arrived, key=lambda each: isinstance(each.report, PeersLost)):  # after errors
+        for message in self._transport.receive(timeout_s):
             worker = _group_of(message)
             if not worker:
                 messages.append(message)
-            elif worker in self._groups and not (_has_failed(message) and worker in lost):
-                messages += self._add_report(worker, message)  # otherwise the group was just ended
+            elif worker in self._groups:  # otherwise the group was just ended
+                messages += self._add_report(worker, message)
+        for worker, group in list(self._groups.items()):
+            if group.failures and self._monotonic() >= group.report_at_s:
+                messages += self._report_failures(worker)
         return messages
 
     def end(self, worker: str) -> None:
@@ -95,14 +94,14 @@ class RankGroupTransport:
 
     def _add_report(self, worker: str, message: Message) -> list[Message]:
         group, job_id, report = self._groups[worker], message.job_id, message.report
-        if isinstance(report, Gone | PeersLost):
+        if isinstance(report, Gone | DeviceFailed):
             lost = f"lost its rank {group.ranks.index(message.worker)}, which {report.reason}"
-            gone = Gone(report.reason) if isinstance(report, PeersLost) else Gone(lost, report.fault)
-            return [self._end_group(worker, None, gone)]
+            fault = isinstance(report, DeviceFailed) or report.fault
+            return [self._end_group(worker, None, Gone(lost, fault))]
+        if isinstance(report, JobFailed | StartFailed | PeersLost):
+            return self._hold_failure(worker, message, report)
         if job_id not in group.reports:  # sent to this rank only
             return [message]
-        if isinstance(report, JobFailed | StartFailed):  # the other ranks may wait for this one forever
-            return [self._end_group(worker, job_id, report)]
         reports = group.reports[job_id]
         reports[message.worker] = report
         if len(reports) < len(group.ranks):
@@ -113,6 +112,39 @@ class RankGroupTransport:
             return [self._end_group(worker, None, gone)]
         del group.reports[job_id]
         return [Message(worker, job_id, reports[group.ranks[0]])]
+
+    def _hold_failure(
+        self, worker: str, message: Message, failure: JobFailed | StartFailed | PeersLost
+    ) -> list[Message]:
+        """Waits for its cause. Ranks that all fail for the same reason are still in step: they report at once."""
+        group, job_id = self._groups[worker], message.job_id
+        group.failures.append(message)
+        group.report_at_s = self._monotonic() + NOTICE_S
+        same = [each for each in group.failures if each.job_id == job_id and _reason(each) == failure.reason]
+        if job_id not in group.reports or len(same) < len(group.ranks):
+            return []
+        group.failures = [each for each in group.failures if each not in same]
+        del group.reports[job_id]
+        return [Message(worker, job_id, failure)]
+
+    def _report_failures(self, worker: str) -> list[Message]:
+        """Failures of which no lost rank is the cause. If it was a job of all ranks, others may wait forever."""
+        group = self._groups[worker]
+        messages: list[Message] = []
+        failures, group.failures = group.failures, []
+        for message in sorted(failures, key=lambda each: isinstance(each.report, PeersLost)):  # after errors
+            report = message.report
+            if isinstance(report, PeersLost):
+                return [*messages, self._end_group(worker, None, Gone(report.reason))]
+            if message.job_id in group.reports:
+                messages.append(self._end_group(worker, message.job_id, report))
+                if isinstance(report, JobFailed):  # the failed job is counted, not its worker
+                    messages.append(
+                        Message(worker, None, Gone("was ended after one of its ranks failed", fault=False))
+                    )
+                return messages
+            messages.append(message)
+        return messages
 
     def _end_group(self, worker: str, job_id: int | None, report: Report) -> Message:
         self.end(worker)
@@ -125,16 +157,9 @@ def _group_of(message: Message) -> str:
     return worker if slash else ""
 
 
-def _groups_with_losses(messages: Sequence[Message]) -> set[str]:
-    return {_group_of(each) for each in messages if isinstance(each.report, Gone)}
-
-
-def _has_failed(message: Message) -> bool:
-    """Whether a rank has failed, perhaps because another one was lost."""
-    report = message.report
-    if isinstance(report, JobFailed | StartFailed) and report.user_error:
-        return False
-    return bool(_group_of(message)) and isinstance(report, JobFailed | StartFailed | PeersLost)
+def _reason(failure: Message) -> str:
+    report = failure.report
+    return report.reason if isinstance(report, JobFailed | StartFailed) else ""
 
 
 def _rank_cores(cores: tuple[int, ...] | None, rank: Rank) -> tuple[int, ...] | None:

@@ -68,6 +68,14 @@ class PeersLost:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceFailed:
+    """The worker cannot use its device any more: CUDA errors last as long as their process. See the `details`."""
+
+    reason: str
+    details: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
     """The devices of this machine."""
 

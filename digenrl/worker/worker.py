@@ -32,7 +32,7 @@ from digenrl.training.checkpoint.format import BASE_WEIGHTS
 from digenrl.training.ranks.rank_group import PeersLostError, RankGroup, join_ranks
 from digenrl.training.ranks.stage_links import link_settings
 from digenrl.training.trainer import Trainer
-from digenrl.worker.assignment import Assignment, PeersLost, Ready, StartFailed, cards_per_sample
+from digenrl.worker.assignment import Assignment, DeviceFailed, PeersLost, Ready, StartFailed, cards_per_sample
 from digenrl.worker.blueprint import (
     Blueprint,
     check_attention,
@@ -75,8 +75,8 @@ class Worker:
             records.Calibrate: StageCalibration(stages).calibrate,
         }
 
-    def handle(self, job: Job) -> Result | PeersLost:
-        """The result of a job, or why it failed."""
+    def handle(self, job: Job) -> Result | PeersLost | DeviceFailed:
+        """The result of a job, or why it failed, or why this worker cannot continue."""
         with logged_job(job, self._name):
             logger.debug("started; reads %s", job.reads())
             began = perf_counter()
@@ -84,23 +84,45 @@ class Worker:
             seconds = perf_counter() - began
             if isinstance(result, JobFailed):
                 logger.warning("failed after %.3f s: %s\n%s", seconds, result.reason, result.details)
-            elif isinstance(result, PeersLost):
+            elif isinstance(result, PeersLost | DeviceFailed):
                 logger.warning("given up after %.3f s: %s\n%s", seconds, result.reason, result.details)
             else:
                 logger.info("done in %.3f s", seconds)
-            return result if isinstance(result, PeersLost) else replace(result, job=job.without_data())
+            return replace(result, job=job.without_data()) if isinstance(result, Result) else result
 
-    def _carry_out(self, job: Job) -> Result | PeersLost:
+    def _carry_out(self, job: Job) -> Result | PeersLost | DeviceFailed:
         try:
             return self._handlers[type(job)](job)
-        except (ConfigError, RewardError) as error:
-            return JobFailed(0, job, str(error), user_error=True)
-        except PeersLostError as error:
-            return PeersLost(str(error), details=traceback.format_exc())
-        except TorchDynamoException as error:
-            return JobFailed(0, job, f"{in_short(error)}; {NO_COMPILER}", user_error=True)
         except Exception as error:  # the worker survives; the scheduler decides what follows
-            return JobFailed(0, job, in_short(error), details=traceback.format_exc())
+            return failure(job, error, traceback.format_exc())
+
+
+def failure(job: Job, error: Exception, details: str) -> JobFailed | PeersLost | DeviceFailed:
+    """What an error of a job means for the job and for its worker."""
+    broken = device_error(error)
+    if broken is not None:
+        first_line = str(broken).partition("\n")[0]
+        return DeviceFailed(f"cannot use its device any more: {first_line}", details)
+    if isinstance(error, ConfigError | RewardError):
+        return JobFailed(0, job, str(error), user_error=True)
+    if isinstance(error, PeersLostError):
+        return PeersLost(str(error), details)
+    if isinstance(error, TorchDynamoException):
+        return JobFailed(0, job, f"{in_short(error)}; {NO_COMPILER}", user_error=True)
+    return JobFailed(0, job, in_short(error), details=details)
+
+
+def device_error(error: BaseException | None) -> BaseException | None:
+    """The error, or a cause of it, after which no further work succeeds on this process's device; or None.
+
+    Memory that is used up is no such error.
+    """
+    while error is not None:
+        is_cuda = isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error)
+        if isinstance(error, RuntimeError) and is_cuda and "out of memory" not in str(error):
+            return error
+        error = error.__cause__
+    return None
 
 
 def in_short(error: Exception) -> str:

@@ -19,6 +19,7 @@ from digenrl.driver.supervisor import Supervisor, WorkerFailedError
 from digenrl.transports.contract import Gone
 
 SEEDS = 100
+EARLIER_KINDS = tuple(kind for kind in KINDS if kind != "broken")  # the seeds of rare worlds were found with these
 
 
 def test_no_promise_is_broken_in_any_small_world() -> None:
@@ -50,7 +51,7 @@ def test_a_seed_always_gives_the_same_run() -> None:
     ],
 )
 def test_no_promise_is_broken_in_rare_worlds(seed: int) -> None:
-    assert run_seed(Campaign(1), seed).failures == []
+    assert run_seed(Campaign(1, kinds=EARLIER_KINDS), seed).failures == []
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def test_a_failure_names_the_least_faults_and_the_command_that_replays_it(monkey
     assert again.faults == failure.faults
 
 
-def _refuse(supervisor: Supervisor, worker: str, gone: Gone) -> None:
+def _refuse(supervisor: Supervisor, worker: str, gone: Gone, is_spare: bool) -> bool:
     raise WorkerFailedError(f"{worker} {gone.reason}")
 
 

@@ -31,6 +31,7 @@ from digenrl.records import (
     Save,
     Score,
     Scored,
+    SendGradients,
     Slice,
     SwitchRole,
     WorkerJoined,
@@ -39,7 +40,7 @@ from digenrl.records import (
 from digenrl.scheduling.invariants import Auditor
 from digenrl.telemetry.recorder import Recorder
 from digenrl.transports.contract import Gone, Message
-from digenrl.worker.assignment import TRAINER, Ready, StartFailed
+from digenrl.worker.assignment import TRAINER, DeviceFailed, Ready, StartFailed
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "all techniques": {"techniques": {"tcss": 0.5}},
@@ -322,6 +323,33 @@ def test_what_a_lost_worker_held_is_issued_again(worker: str, job: type[Job], tm
     raise AssertionError(f"{worker} never held {job}")
 
 
+def test_a_worker_whose_device_has_failed_is_replaced_and_its_slice_issued_again(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, fake_recipe(steps=4), prompts=50)
+    failed: list[int] = []
+
+    def fail_once(event: Any, actions: Any, state: Any) -> None:
+        held = run.transport.workers["generator-0"].jobs
+        if not failed and any(isinstance(job, Generate) for job in held.values()):
+            failed.extend(job_id for job_id in held if job_id is not None)
+            run.transport.waiting.append(Message("generator-0", failed[0], DeviceFailed("cannot use its device")))
+
+    auditor = driven(run, Watch(fail_once))
+    assert failed and not auditor.quarantined_groups
+    assert any("cannot use its device; starting a replacement" in message for message in run.messages)
+    assert "generator-0 (2)" in run.driver.stores.lanes.names
+    assert_every_group_was_trained_once(run)
+
+
+def test_a_generator_on_which_every_job_fails_is_replaced_before_the_run_gives_up(tmp_path: Path) -> None:
+    fails = lambda job: "broken" if isinstance(job, Generate) and job.lane == 0 else None  # noqa: E731
+    run = FakeRun(tmp_path, fake_recipe(steps=6), prompts=50, fails=fails)
+    auditor = driven(run)
+    assert auditor.quarantined_groups <= 1
+    assert any("generator-0 failed several jobs in a row" in message for message in run.messages)
+    assert "generator-0 (2)" in run.driver.stores.lanes.names
+    assert_every_group_was_trained_once(run)
+
+
 def test_a_worker_that_is_lost_too_often_ends_the_run(tmp_path: Path) -> None:
     run = begun(tmp_path, lanes={"restarts": 1})
     run.transport.kill("reward-0")
@@ -356,14 +384,58 @@ def test_a_lost_trainer_continues_from_the_last_commit_and_trains_the_open_step_
 def test_losses_that_are_not_a_workers_fault_do_not_count(tmp_path: Path) -> None:
     run = begun(tmp_path, lanes={"restarts": 0})
     for _ in range(3):
-        del run.transport.workers["generator-0"]
-        run.transport.waiting.append(Message("generator-0", None, Gone("lost its machine", fault=False)))
+        del run.transport.workers["reward-0"]
+        run.transport.waiting.append(Message("reward-0", None, Gone("lost its machine", fault=False)))
         run.driver.receive()
-        run.transport.answer("generator-0")
+        run.transport.answer("reward-0")
         run.driver.receive()
-    run.transport.kill("generator-0")
-    with pytest.raises(WorkerFailedError, match="generator-0"):
+    run.transport.kill("reward-0")
+    with pytest.raises(WorkerFailedError, match="reward-0"):
         run.driver.receive()
+
+
+def test_a_run_continues_without_a_generator_that_is_lost_too_often_and_not_without_the_last(
+    tmp_path: Path,
+) -> None:
+    run = begun(tmp_path, lanes={"restarts": 1})
+    for _ in range(2):
+        run.transport.kill("generator-0")
+        run.driver.receive()
+    assert run.messages[-1].endswith("after 1 restart; the run continues without it")
+    assert "generator-0" not in run.transport.workers
+    run.transport.kill("generator-1")
+    run.driver.receive()
+    run.transport.kill("generator-1")
+    with pytest.raises(WorkerFailedError, match=r"generator-1 .*1 restart"):
+        run.driver.receive()
+
+
+def test_faults_are_forgotten_after_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("digenrl.driver.supervisor.FORGOTTEN_AFTER_STEPS", 2)
+    run = FakeRun(tmp_path, fake_recipe(steps=9, lanes={"restarts": 1}), prompts=50)
+    losses: list[int] = []
+
+    def lose(event: Any, actions: Any, state: Any) -> None:
+        if state.committed in (1, 4, 7) and state.committed not in losses and "reward-0" in run.transport.workers:
+            losses.append(state.committed)
+            run.transport.kill("reward-0")
+
+    driven(run, Watch(lose))
+    assert losses == [1, 4, 7]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [Calibrate(900, 0, "generate", sizes=(2,), lane=0), Publish(900, 0, 0, (0,)), SendGradients(900, 0, 0, 0)],
+)
+def test_a_generator_that_fails_a_job_that_is_not_tried_again_is_replaced(job: Job, tmp_path: Path) -> None:
+    run = begun(tmp_path)
+    run.driver.submit(job)
+    run.transport.waiting.append(Message("generator-0", 900, JobFailed(0, job, "no memory")))
+    run.driver.receive()
+    assert isinstance(run.driver.next_event(), WorkerLost)
+    assert "no memory; starting a replacement" in run.messages[-1]
+    assert run.transport.kinds_of_jobs("generator-0") == [None]
 
 
 def test_the_user_is_notified_of_a_lost_trainer_and_of_missing_room(

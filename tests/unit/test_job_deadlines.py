@@ -108,6 +108,22 @@ def test_a_worker_is_overdue_without_any_result_in_time_and_only_while_it_has_a_
     assert deadlines.overdue({"trainer": [train(7)]}) is None, "it may have waited for the lost worker"
 
 
+def test_frequent_losses_of_other_workers_do_not_hide_a_job_that_hangs() -> None:
+    clock = Seconds()
+    deadlines = JobDeadlines(PATIENCE_S, clock)
+    for job in (score(), train()):
+        deadlines.begin("worker")
+        deadlines.finish("worker", job)
+    overdue = []
+    for _ in range(2):
+        clock.pass_by(deadlines, PATIENCE_S - 1)
+        deadlines.forget("generator-0")
+        overdue += [deadlines.overdue({"worker": [train(7)]}), deadlines.overdue({"worker": [score(7)]})]
+    *early, hanging = overdue
+    assert early == [None] * 3, "a job that may wait for others gets its whole time again"
+    assert hanging is not None and hanging.job == score(7)
+
+
 def test_a_pause_of_the_driver_makes_no_worker_overdue() -> None:
     for patience_s in (PATIENCE_S, 1.0):
         clock = Seconds()

@@ -13,8 +13,8 @@ from digenrl.driver.placement import place
 from digenrl.records import Commit, Committed, Job, JobFailed, RoleSwitched, SwitchRole
 from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report
-from digenrl.transports.rank_groups import RankGroupTransport
-from digenrl.worker.assignment import Assignment, Machine, PeersLost, Ready, StartFailed
+from digenrl.transports.rank_groups import NOTICE_S, RankGroupTransport
+from digenrl.worker.assignment import Assignment, DeviceFailed, Machine, PeersLost, Ready, StartFailed
 
 TO_GENERATE, TO_TRAIN = SwitchRole(1, 0, "generate"), SwitchRole(2, 0, "train")
 GENERATING, TRAINING = RoleSwitched(0, TO_GENERATE), RoleSwitched(0, TO_TRAIN)
@@ -68,6 +68,14 @@ class TwoRanks:
     def receive(self, *arriving: tuple[str, int | None, Report]) -> list[Message]:
         self.inner.batches = [[Message(*each) for each in arriving]]
         return list(self.transport.receive(0.0))
+
+    def receive_all(self, *batches: list[Message]) -> list[Message]:
+        """What is reported until long after the last batch."""
+        self.inner.batches = list(batches)
+        messages: list[Message] = []
+        while self.inner.batches:
+            messages += self.transport.receive(0.0)
+        return [*messages, *self.transport.receive(2 * NOTICE_S)]
 
 
 def test_each_rank_starts_with_its_share_of_the_cores() -> None:
@@ -129,13 +137,25 @@ def test_if_one_rank_is_gone_the_others_are_ended() -> None:
     assert two.inner.ended == ["trainer/0", "trainer/1"]
 
 
+def test_if_the_device_of_one_rank_has_failed_the_worker_is_gone_at_once() -> None:
+    two = TwoRanks()
+    two.transport.send("trainer", TO_TRAIN)
+    (message,) = two.receive(("trainer/1", 2, DeviceFailed("cannot use its device any more")))
+    assert message == Message("trainer", None, Gone("lost its rank 1, which cannot use its device any more"))
+
+
+FAILED = Gone("was ended after one of its ranks failed", fault=False)
+
+
 def test_a_failure_of_one_rank_is_reported_before_the_others_answer() -> None:
     for job_id, failed in ((2, JobFailed(0, TO_TRAIN, "no memory")), (None, StartFailed("no memory"))):
         two = TwoRanks()
         two.transport.send("trainer", TO_TRAIN)
         if job_id is None:
             two.transport.start(two.workers.trainer)
-        assert two.receive(("trainer/1", job_id, failed)) == [Message("trainer", job_id, failed)]
+        reported, *gone = two.receive_all([Message("trainer/1", job_id, failed)])
+        assert reported == Message("trainer", job_id, failed)
+        assert gone == ([] if job_id is None else [Message("trainer", None, FAILED)])
         assert two.inner.ended == ["trainer/0", "trainer/1"], "they could wait for the failed rank forever"
 
 
@@ -145,11 +165,35 @@ def test_a_rank_that_fails_because_another_was_lost_does_not_end_the_run(at_once
     two.transport.send("trainer", TO_TRAIN)
     failed = Message("trainer/0", 2, JobFailed(0, TO_TRAIN, "connection reset by peer"))
     gone, other = Message("trainer/1", None, Gone("ended by signal 9")), Message("rewards-0", 7, TRAINING)
-    two.inner.batches = [[failed, gone, other]] if at_once else [[failed], *[[other]] * 20, [gone]]
     lost = Message("trainer", None, Gone("lost its rank 1, which ended by signal 9"))
-    assert sorted(two.transport.receive(0.0), key=lambda each: each.worker) == [other] * (1 if at_once else 20) + [
-        lost
-    ]
+    batches = [[failed, other, gone]] if at_once else [[failed], *[[other]] * 20, [gone]]
+    assert two.receive_all(*batches) == [other] * (1 if at_once else 20) + [lost]
+    assert two.inner.ended == ["trainer/0", "trainer/1"]
+
+
+@pytest.mark.parametrize("for_all", [True, False])
+def test_a_failure_that_may_have_another_cause_delays_no_report_of_other_workers(for_all: bool) -> None:
+    two = TwoRanks()
+    two.transport.send("trainer" if for_all else "trainer/0", TO_TRAIN)
+    failed, other = JobFailed(0, TO_TRAIN, "no memory"), ("rewards-0", 7, TRAINING)
+    assert two.receive(("trainer/0", 2, failed)) == []
+    assert two.receive(other) == [Message(*other)]
+    (reported, *_) = two.receive_all()
+    assert reported == Message("trainer" if for_all else "trainer/0", 2, failed)
+
+
+def test_ranks_that_fail_for_the_same_reason_stay() -> None:
+    two = TwoRanks()
+    two.transport.send("trainer", TO_GENERATE)
+    failed, other = (JobFailed(0, TO_GENERATE, reason) for reason in ("not finite", "no memory"))
+    assert two.receive(("trainer/0", 1, failed)) == []
+    assert two.receive(("trainer/1", 1, failed)) == [Message("trainer", 1, failed)]
+    two.transport.send("trainer", TO_TRAIN)
+    assert two.receive(("trainer/0", 2, TRAINING), ("trainer/1", 2, TRAINING)) == [Message("trainer", 2, TRAINING)]
+    assert not two.inner.ended
+    two.transport.send("trainer", TO_GENERATE)
+    different = [Message("trainer/0", 1, failed), Message("trainer/1", 1, other)]
+    assert two.receive_all(different) == [Message("trainer", 1, failed), Message("trainer", None, FAILED)]
     assert two.inner.ended == ["trainer/0", "trainer/1"]
 
 
@@ -157,13 +201,15 @@ def test_a_rank_that_lost_the_others_ends_the_worker_unless_another_has_failed_b
     reason = "rank 0 of 2 lost the others while adding gradients: connection reset by peer"
     lost, failed = Message("trainer/0", 2, PeersLost(reason)), JobFailed(0, TO_TRAIN, "no space left")
     for batches, expected in (
-        ([[lost]], Message("trainer", None, Gone(reason))),
-        ([[lost], [], [Message("trainer/1", 2, failed)]], Message("trainer", 2, failed)),
+        ([[lost]], [Message("trainer", None, Gone(reason))]),
+        (
+            [[lost], [], [Message("trainer/1", 2, failed)]],
+            [Message("trainer", 2, failed), Message("trainer", None, FAILED)],
+        ),
     ):
         two = TwoRanks()
         two.transport.send("trainer", TO_TRAIN)
-        two.inner.batches = batches
-        assert list(two.transport.receive(0.0)) == [expected]
+        assert two.receive_all(*batches) == expected
         assert two.inner.ended == ["trainer/0", "trainer/1"]
 
 

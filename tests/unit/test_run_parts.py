@@ -28,6 +28,7 @@ from digenrl.loop import drive
 from digenrl.records import (
     Commit,
     Committed,
+    CostsMeasured,
     HeldOutChunk,
     Job,
     LaneOffer,
@@ -35,6 +36,7 @@ from digenrl.records import (
     Save,
     Score,
     Scores,
+    Tick,
     WorkerJoined,
     WorkerLost,
 )
@@ -46,7 +48,7 @@ from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut, unfinished_evaluations
 from digenrl.runs.resuming import find_resume_point, kept_positions, mend_logs
-from digenrl.runs.step_time_prediction import StepTimePrediction, predicted_step_s
+from digenrl.runs.step_time_prediction import FIRST_AT, StepTimePrediction, predicted_step_s
 from digenrl.runs.stopping import Stopper
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.training.checkpoint.format import STATE_FILE, WHOLE, CheckpointContent, read_content
@@ -156,8 +158,6 @@ def test_a_run_whose_terminal_is_closed_can_still_save(tmp_path: Path) -> None:
 
 
 def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_costs() -> None:
-    from digenrl.records import CostsMeasured
-
     opening = initial_state_of(steps=12)
     predicted: dict[int, float] = {}
     prediction = StepTimePrediction(lambda step, seconds: predicted.update({step: seconds}))
@@ -180,6 +180,22 @@ def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_co
     measured = [step["step_s"] for step in numbers.steps[4:9]]
     assert predicted[3] == pytest.approx(sum(measured) / len(measured), rel=0.1)
     assert predicted_step_s(opening) == pytest.approx(predicted[3], rel=0.1)
+
+
+def test_nothing_is_predicted_while_no_generator_is_present() -> None:
+    opening = initial_state_of(steps=12)
+    lanes = tuple(lane if lane.helper else replace(lane, present=False) for lane in opening.lanes)
+    steps: list[int] = []
+    prediction = StepTimePrediction(lambda step, seconds: steps.append(step))
+    c, committed = opening.costs, FIRST_AT
+    costs = CostsMeasured(0, c.train_sample_ns, c.commit_ns, c.publish_ns, c.switch_in_ns, c.switch_out_ns, 0)
+    for state in (replace(opening, lanes=lanes, committed=committed), replace(opening, committed=committed)):
+        prediction.observe(Committed(0, Commit(0, 0, step=committed - 1)), (), state)
+        prediction.observe(costs, (), state)
+        assert not steps, "no event waits for a whole simulation"
+        for _ in range(1000):
+            prediction.observe(Tick(0), (), state)
+        assert steps == ([] if state.lanes is lanes else [committed])
 
 
 def test_only_evaluations_and_checkpoints_of_every_step_count_in_its_predicted_time() -> None:
@@ -330,6 +346,17 @@ def test_lanes_that_leave_and_join_are_written_down(tmp_path: Path) -> None:
     book.observe(WorkerJoined(90, LaneOffer("new", 5)), (), state)
     (again,) = RunFolder.open(folder.path).info.lanes
     assert (again.joined_ns, again.left_ns) == (10, None), "one row, whatever its name was used for"
+
+
+def test_only_lost_generators_leave_their_lane(tmp_path: Path) -> None:
+    folder, state = folder_of(tmp_path), initial_state_of()
+    entries = tuple(LaneEntry(name=lane.name, pool="generator", device="cpu") for lane in state.lanes)
+    folder.update_info(lanes=entries)
+    recorder, beyond = LaneRecorder(folder, {}), len(state.lanes)
+    recorder.observe(WorkerLost(70, 0, "trainer"), (), state)
+    recorder.observe(WorkerLost(70, 0, "encoder"), (), state)
+    recorder.observe(WorkerLost(70, beyond, "reward"), (), state)
+    assert RunFolder.open(folder.path).info.lanes == entries
 
 
 def test_a_resumed_run_knows_its_earlier_lanes() -> None:

@@ -30,6 +30,7 @@ from digenrl.records import (
     Evaluated,
     Generate,
     HeldOutChunk,
+    JobFailed,
     PromptRow,
     Publish,
     Result,
@@ -38,11 +39,12 @@ from digenrl.records import (
     SliceArtifact,
     pixels_name,
 )
+from digenrl.rewards.contract import RewardError
 from digenrl.rewards.function import FunctionReward
 from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.training.packing.packs import calibration_terms, padded
 from digenrl.training.ranks.rank_group import PeersLostError
-from digenrl.worker.assignment import Assignment, Duty, PeersLost, StartFailed
+from digenrl.worker.assignment import Assignment, DeviceFailed, Duty, PeersLost, StartFailed
 from digenrl.worker.blueprint import Blueprint, load_model, load_text_encoders, read_blueprint
 from digenrl.worker.rollouts import held_out_pixels
 from digenrl.worker.stages import Stages, WorkerParts
@@ -131,6 +133,30 @@ def test_a_rank_that_loses_the_others_has_not_failed_itself(tiny: Tiny, monkeypa
     result = Worker("trainer/0", stages).handle(Encode(0, 0, step=0, groups=()))
     assert isinstance(result, PeersLost) and result.reason == "rank 0 of 2 lost the others"
     assert "in lose" in result.details
+
+
+def test_a_worker_whose_device_has_failed_does_not_take_it_for_a_failed_job(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = torch.AcceleratorError("CUDA error: unspecified launch failure\nCompile with TORCH_USE_CUDA_DSA")
+    in_a_reward = RewardError("aesthetic", "failed")
+    in_a_reward.__cause__ = RuntimeError("CUDA error: device-side assert triggered")
+    others = (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("CUDA error: out of memory"),
+        KeyError("x"),
+    )
+    stages = tiny.stages()
+    for error in (launch, in_a_reward, *others):
+
+        def fail(_job: Encode, error: Exception = error) -> Encoded:
+            raise error
+
+        monkeypatch.setattr(stages, "encode", fail)
+        result = Worker("generator-0", stages).handle(Encode(0, 0, step=0, groups=()))
+        assert isinstance(result, JobFailed if error in others else DeviceFailed)
+        if error is launch:
+            assert result.reason.endswith("unspecified launch failure")  # type: ignore[union-attr]
 
 
 def test_held_out_samples_depend_on_the_seed_of_the_evaluation_alone(tiny: Tiny) -> None:

@@ -315,7 +315,7 @@ class LaneSettings(Frozen):
     exchange: Path | None = Field(
         default=None, description="folder through which workers exchange tensors; shared memory by default"
     )
-    restarts: int = Field(default=3, ge=0, description="how often a worker that died is replaced")
+    restarts: int = Field(default=3, ge=0, description="how often a worker that died is replaced within 100 steps")
     patience_s: float = Field(
         default=120.0, gt=0, description="a worker that is silent for this long counts as dead"
     )

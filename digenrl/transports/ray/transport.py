@@ -18,7 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from digenrl.config.recipes.recipe import Recipe
-from digenrl.records import Job, JobFailed, Publish, Published, patch_name
+from digenrl.records import Job, JobFailed, Publish, Published, Result, patch_name
 from digenrl.transports.active_clock import ActiveClock
 from digenrl.transports.contract import Gone, InputsLost, Message, Report
 from digenrl.transports.process_setup import TORCH_ENVIRONMENT, log_file
@@ -205,7 +205,7 @@ class RayTransport:
         report: Report = pickle.loads(pickled)
         self.driver_bytes += len(pickled)
         worker.ready = True
-        if call.job is not None and not isinstance(report, JobFailed | InputsLost):
+        if call.job is not None and isinstance(report, Result) and not isinstance(report, JobFailed):
             for name in (*call.job.writes(), *made_patches(report)):
                 self.artifacts.put(name, call.outputs[name], worker.node_id)
         if call.job is not None:

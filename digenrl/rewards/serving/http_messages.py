@@ -144,6 +144,9 @@ class _Images:
 
 def _metadata(index: int, sample: SampleMessage, images: _Images) -> Metadata:
     """The metadata of a sample, with its source images, if it has any."""
+    if SOURCE_IMAGES in sample.metadata:
+        where = f"samples.{index}.metadata.{SOURCE_IMAGES}"
+        raise MessageError(f"{where}: not metadata; send images as `{SOURCE_IMAGES}` of the sample")
     sources = tuple(
         images.decode(text, f"samples.{index}.source_images.{number}").float() / 255
         for number, text in enumerate(sample.source_images)

@@ -193,7 +193,7 @@ def _data_url(url: str, column: str, where: str) -> bytes:
             raise ValueError("not in base64")
         return base64.b64decode(content, validate=True)
     except ValueError as error:
-        raise ConfigError(f"{where}: '{column}' is no data URL of an image ({error}): {url[:40]}") from None
+        raise ConfigError(f"{where}: '{column}' is not a data URL of an image ({error}): {url[:40]}") from None
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -81,7 +81,7 @@ def check_token(token: str, owner: str) -> None:
 
 
 def requests_of(pixels_BFCHW: Tensor, metadata: Sequence[Metadata], batch_size: int) -> Iterator[slice]:
-    """The samples of each request: at most `batch_size`, and no more pixels than a server surely accepts.
+    """The samples of each request: at most `batch_size`, and no more pixels than any server accepts by default.
 
     A sample that alone has more is sent by itself.
     """

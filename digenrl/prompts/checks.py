@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.config.recipes.recipe import Recipe
-from digenrl.config.rewards.base import SOURCE_IMAGES, RewardSettings
+from digenrl.config.rewards.base import SOURCE_IMAGES, RewardSettings, source_image_key
 from digenrl.prompts.sources import Prompt, read_prompts
 
 
@@ -41,6 +41,8 @@ def _is_absent(settings: PromptSettings) -> bool:
 
 
 def _check_scored(prompts: Sequence[Prompt], rewards: Sequence[RewardSettings]) -> None:
+    if not all(prompt.images for prompt in prompts):
+        source_image_key(rewards)
     for reward in rewards:
         for prompt in prompts:
             metadata = {**prompt.metadata, SOURCE_IMAGES: prompt.images} if prompt.images else prompt.metadata

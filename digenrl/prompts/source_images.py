@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from math import sqrt
 from pathlib import Path
+from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from digenrl.config.reading import ConfigError, one_line
+from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.config.recipes.recipe import SourceSize
-from digenrl.prompts.sources import ImageSource, Prompt
+from digenrl.prompts.sources import ImageSource, Prompt, images_in
 
 MULTIPLE = 32  # of the sides of sources that keep their aspect ratio
 RESAMPLING = Image.Resampling.LANCZOS
@@ -20,9 +22,23 @@ RESAMPLING = Image.Resampling.LANCZOS
 def check_images(prompts: Sequence[Prompt]) -> None:
     """Raises ConfigError if an image is missing or not an image; reads headers only."""
     for prompt in prompts:
-        for image in (*prompt.images, *prompt.pair):
-            with _opened(image, prompt.where):
-                pass
+        _check_headers((*prompt.images, *prompt.pair), prompt.where)
+
+
+def check_named_images(prompts: Sequence[Prompt], key: str, settings: PromptSettings) -> None:
+    """Likewise, for the images that `named_images` reads."""
+    for prompt in prompts:
+        _check_headers(_named(prompt.metadata, key, settings, prompt.where), prompt.where)
+
+
+def named_images(
+    metadata: Mapping[str, Any], key: str, settings: PromptSettings, where: str
+) -> tuple[Image.Image, ...]:
+    """The image that a prompt's metadata names under this key, for rewards: RGB, upright, at its own size.
+
+    Empty if it names none. Raises ConfigError if it cannot be read.
+    """
+    return tuple(_decoded(_content(image, where), where) for image in _named(metadata, key, settings, where))
 
 
 def image_bytes(prompt: Prompt) -> tuple[bytes, ...]:
@@ -98,6 +114,16 @@ def _decoded(content: bytes, where: str) -> Image.Image:
             return upright.convert("RGB")
         layers = upright.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", layers.size, "white"), layers).convert("RGB")
+
+
+def _named(metadata: Mapping[str, Any], key: str, settings: PromptSettings, where: str) -> tuple[ImageSource, ...]:
+    return () if settings.path is None else tuple(images_in(metadata.get(key), key, settings, where))
+
+
+def _check_headers(images: Sequence[ImageSource], where: str) -> None:
+    for image in images:
+        with _opened(image, where):
+            pass
 
 
 def _opened(image: ImageSource, where: str) -> Image.Image:

@@ -131,7 +131,7 @@ def _from_record(index: int, record: dict[str, Any], settings: PromptSettings, w
         raise ConfigError(f"{where}: '{column}' must be a non-empty string, got {repr(text)[:60]}")
     _check_text(text, where)
     images = tuple(
-        image for name in settings.image_columns for image in _images(record.get(name), name, settings, where)
+        image for name in settings.image_columns for image in images_in(record.get(name), name, settings, where)
     )
     pair = tuple(_paired_image(record, name, settings, where) for name in settings.pair_columns or ())
     others = (column, *settings.image_columns, *(settings.pair_columns or ()))
@@ -159,7 +159,7 @@ def _plain(value: Any) -> Any:
 
 
 def _paired_image(record: dict[str, Any], column: str, settings: PromptSettings, where: str) -> ImageSource:
-    images = tuple(_images(record.get(column), column, settings, where))
+    images = tuple(images_in(record.get(column), column, settings, where))
     if len(images) != 1:
         raise ConfigError(
             f"{where}: {len(images) or 'no'} images in '{column}', one is needed; known: {', '.join(record)}; set "
@@ -168,7 +168,7 @@ def _paired_image(record: dict[str, Any], column: str, settings: PromptSettings,
     return images[0]
 
 
-def _images(value: Any, column: str, settings: PromptSettings, where: str) -> Iterator[ImageSource]:
+def images_in(value: Any, column: str, settings: PromptSettings, where: str) -> Iterator[ImageSource]:
     """The images of a column: none, one or a list; each a path, bytes, or both as in Hugging Face datasets."""
     assert settings.path is not None
     for image in value if isinstance(value, list) else [] if value is None else [value]:
@@ -193,7 +193,7 @@ def _data_url(url: str, column: str, where: str) -> bytes:
             raise ValueError("not in base64")
         return base64.b64decode(content, validate=True)
     except ValueError as error:
-        raise ConfigError(f"{where}: '{column}' is no data URL of an image ({error}): {url[:40]}") from None
+        raise ConfigError(f"{where}: '{column}' is not a data URL of an image ({error}): {url[:40]}") from None
 
 
 def _lines(path: Path) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """DeQA-Score: the perceived quality of an image, by mPLUG-Owl2 (https://github.com/zhiyuanyou/DeQA-Score).
 
-The model's code is in its repository on the hub and runs here. It needs an old transformers: serve this reward in
-an environment of its own.
+The model's code is in its repository on the hub and runs here, at a pinned commit. It needs an old transformers:
+serve this reward in an environment of its own.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ class DeqaReward(FrameReward):
         if version("transformers") != wanted:
             raise ConfigError(
                 f"reward '{settings.shown_as}': the model's code needs transformers {wanted}, found "
-                f"{version('transformers')}; serve it apart: digenrl reward serve deqa --env DIR"
+                f"{version('transformers')}; serve it with `digenrl reward serve --env DIR`"
             )
         self._model = load_pretrained(
             AutoModelForCausalLM.from_pretrained,
             settings.model,
             revision=settings.revision,
-            trust_remote_code=True,
+            code_revision=settings.revision,  # otherwise code that is in another repository is not pinned
+            trust_remote_code=settings.trust_remote_code,
             attn_implementation="eager",
             torch_dtype=getattr(torch, settings.dtype),
         )

@@ -26,9 +26,12 @@ class FaceCountReward(FrameReward):
     def score_frames(
         self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
-        wanted = all_wanted(self._settings, prompts, metadata)
+        wanted_counts = all_wanted(self._settings, prompts, metadata)
         found = [self._count(frame_CHW) for frame_CHW in frames_NCHW]
-        errors = [abs(count - wish) / max(wish, 1) for count, wish in zip(found, wanted, strict=True)]
+        errors = [
+            abs(count - wanted_count) / max(wanted_count, 1)
+            for count, wanted_count in zip(found, wanted_counts, strict=True)
+        ]
         parts = {
             "faces": tuple(float(count) for count in found),
             "exact": tuple(float(error == 0) for error in errors),

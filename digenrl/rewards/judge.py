@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from digenrl.config.rewards.judge import COST_PARTS, JudgeTemplate
@@ -162,23 +162,19 @@ class JudgeReward(Reward):
 
 
 def question(template: JudgeTemplate, prompt: str, metadata: Metadata) -> list[dict[str, Any]]:
-    """The text and the source image for one sample; raises ValueError if its metadata has not what they need."""
+    """The text and the source images for one sample; raises ValueError if its metadata lacks what they need.
+
+    No file is opened here: on a server, the metadata are a client's.
+    """
     parts: list[dict[str, Any]] = [{"type": "text", "text": template.question(prompt, metadata)}]
-    if template.source_image is not None:
-        parts += [_image_part(image) for image in _source_images(template.source_image, metadata)]
-    return parts
-
-
-def _source_images(key: str, metadata: Metadata) -> list[Image.Image]:
-    """The images that the prompt was edited from, or the image whose path is in its metadata."""
-    if SOURCE_IMAGES in metadata:
-        return list(as_pil(map(as_uint8, metadata[SOURCE_IMAGES])))
-    path: str = metadata[key]
-    try:
-        with Image.open(path) as image:
-            return [image.convert("RGB")]
-    except (OSError, UnidentifiedImageError) as error:
-        raise ValueError(f"the source image {path} cannot be read: {error}") from None
+    if template.source_image is None:
+        return parts
+    if SOURCE_IMAGES not in metadata:
+        raise ValueError(
+            "has no source images, and a path in its metadata is not opened here; the client sends the images: "
+            f"set `source_image: {template.source_image}` of the reward `http`, or `source_images` of the request"
+        )
+    return [*parts, *(_image_part(image) for image in as_pil(map(as_uint8, metadata[SOURCE_IMAGES])))]
 
 
 def _image_part(image: Image.Image) -> dict[str, Any]:

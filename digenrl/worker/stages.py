@@ -65,7 +65,6 @@ from digenrl.records import (
     Trained,
     UpdateTaken,
     WeightsReference,
-    edited_prompts,
     gradients_name,
     held_out_name,
     pixels_name,
@@ -83,7 +82,7 @@ from digenrl.training.gradients.share import share_as_tensors, share_of_tensors
 from digenrl.training.ranks.rank_group import RankGroup, RanksError, all_or_none
 from digenrl.training.trainer import Trainer
 from digenrl.worker.blueprint import Blueprint
-from digenrl.worker.encoding import encode_prompt, paired_images, source_images
+from digenrl.worker.encoding import encode_prompt, images_for_rewards, paired_images, source_images
 from digenrl.worker.pictures import picture_files
 from digenrl.worker.rollouts import encode_images, held_out_pixels, plan, roll_out, row_limits, shuffled
 from digenrl.worker.tensor_files import (
@@ -392,18 +391,27 @@ class Stages:
         """
         reward = (self.parts.held_out_reward if held_out else None) or self.parts.reward
         assert reward is not None
-        rows = [prompt.row for prompt in edited_prompts(prompts)]
-        sources = {row: images_of(self._exchange.get(row), SOURCE) for row in rows}
+        different = {prompt.row: prompt for prompt in prompts}
+        try:
+            sources = {row: self._source_images(prompt, held_out) for row, prompt in different.items()}
+        except ConfigError as error:
+            raise RewardError(reward.label, str(error)) from None
         metadata = [
             {
                 **prompt.metadata,
-                **({SOURCE_IMAGES: sources[prompt.row]} if prompt.sources else {}),
+                **({SOURCE_IMAGES: sources[prompt.row]} if sources[prompt.row] else {}),
                 **({PREFERRED: index == 0} if prompt.paired else {}),
             }
             for index, prompt in enumerate(prompts, start=first)
         ]
         batch = reward.score(pixels_BFCHW, [prompt.text for prompt in prompts], metadata)
         return Scores(batch.values, dict(batch.parts))
+
+    def _source_images(self, prompt: PromptRow, held_out: bool) -> tuple[Tensor, ...]:
+        """What rewards see: the images that the model got, or else those that the metadata names for a reward."""
+        if prompt.sources:
+            return images_of(self._exchange.get(prompt.row), SOURCE)
+        return images_of(image_tensors(images_for_rewards(self._blueprint, prompt, held_out), SOURCE), SOURCE)
 
     def switch_to(self, role: Role) -> float:
         """The seconds until work can continue. Copies may still run in the background."""

@@ -306,4 +306,4 @@ def test_invalid_arguments_of_reward_serve_are_one_line() -> None:
     assert "--key kye.pem: no such file" in complaint(digenrl("reward", "serve", "ocr", *pem))
     assert "--token-env TOKNE: there is no" in complaint(digenrl("reward", "serve", "ocr", "--token-env", "TOKNE"))
     host_and_port = complaint(digenrl("reward", "serve", "ocr", "--host", "127.0.0.1:8790"))
-    assert "--host 127.0.0.1:8790 --port 8790: cannot be listened on" in host_and_port
+    assert "--host 127.0.0.1:8790 --port 8790: cannot listen on this address" in host_and_port

@@ -14,7 +14,14 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.rewards.table import parse_reward
 from digenrl.rewards.building import build_reward
 
-SETTINGS = {"name": "deqa", "device": "cpu", "batch_size": 2, "revision": "abc"}
+COMMIT = "0123456789" * 4
+SETTINGS = {
+    "name": "deqa",
+    "device": "cpu",
+    "batch_size": 2,
+    "revision": COMMIT,
+    "trust_remote_code": True,
+}
 
 
 class Model(torch.nn.Module):
@@ -41,7 +48,31 @@ def test_the_score_is_a_share_of_the_best(monkeypatch: pytest.MonkeyPatch) -> No
     batch = build_reward(parse_reward(SETTINGS)).score(pixels, ["a"] * 3, [{}] * 3)
     assert batch.values == pytest.approx((0.2, 0.4, 1.0))
     assert Model.loaded is not None
-    assert (Model.loaded["source"], Model.loaded["revision"]) == ("zhiyuanyou/DeQA-Score-Mix3", "abc")
+    assert Model.loaded["source"] == "zhiyuanyou/DeQA-Score-Mix3" and Model.loaded["trust_remote_code"]
+    assert (Model.loaded["revision"], Model.loaded["code_revision"]) == (COMMIT, COMMIT)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"revision": None}, "revision: .*40 digits.*huggingface.co/zhiyuanyou/DeQA-Score-Mix3/commits"),
+        ({"revision": "main"}, "revision: .*got main"),
+        ({"revision": "v1.0"}, "revision: .*got v1.0"),
+        ({"revision": COMMIT[:12]}, "revision: .*40 digits"),
+        ({"trust_remote_code": False}, "trust_remote_code: .*executed"),
+        ({"model": "/weights/deqa"}, "revision: .*directory"),
+        ({"model": "/weights/deqa", "revision": None, "trust_remote_code": False}, "trust_remote_code: "),
+    ],
+)
+def test_code_of_a_repository_is_run_only_if_it_is_allowed_and_pinned(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"'deqa': .*{message}") as caught:
+        parse_reward({**SETTINGS, **change})
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"'deqa': .*revision"):
+        parse_reward("deqa")
+    parse_reward({"name": "deqa", "model": "/weights/deqa", "trust_remote_code": True})
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,5 +91,5 @@ def test_a_model_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPat
 
 def test_another_transformers_is_refused_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "digenrl.rewards.deqa", raising=False)
-    with pytest.raises(ConfigError, match=r"'deqa': .*4\.36\.1.*reward serve deqa --env"):
+    with pytest.raises(ConfigError, match=r"'deqa': .*4\.36\.1.*reward serve --env"):
         build_reward(parse_reward(SETTINGS))

@@ -11,10 +11,11 @@ import pytest
 import torch
 from judge_serving import ChatServer, Said, completion, images_of, judging, text_of
 from PIL import Image
+from reward_serving import TOKEN, serving
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.rewards.judge import TEMPLATES
-from digenrl.config.rewards.table import JudgeSettings, judge_template, parse_reward
+from digenrl.config.rewards.table import HttpSettings, JudgeSettings, judge_template, parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import RewardBatch, RewardError
 from digenrl.rewards.judge import JudgeReward
@@ -231,19 +232,33 @@ def test_a_template_file_is_filled_with_metadata(server: ChatServer, tmp_path: P
     assert len(server.requests) == 1, "nothing is asked if a question is incomplete"
 
 
-def test_an_edit_is_judged_beside_its_source_image(server: ChatServer, tmp_path: Path) -> None:
-    source = tmp_path / "source.png"
-    Image.new("RGB", (5, 4), (255, 0, 0)).save(source)
+def test_an_edit_is_judged_beside_its_source_images(server: ChatServer) -> None:
     reward = JudgeReward(settings_of(server, template="edit"))
-    reward.score(PIXELS[:1, :1], PROMPTS[:1], [{"image": str(source)}])
-    assert [image.shape for image in images_of(server.requests[0])] == [(4, 5, 3), (6, 8, 3)]
     reward.score(PIXELS[:1, :1], PROMPTS[:1], [{"source_images": (torch.zeros(3, 7, 3), torch.ones(3, 2, 2))}])
-    assert [image.shape for image in images_of(server.requests[1])] == [(7, 3, 3), (2, 2, 3), (6, 8, 3)]
-    wrong: list[dict[str, Any]] = [{}, {"image": str(tmp_path / "absent.png")}, {"image": __file__}]
-    for metadata in wrong:
-        with pytest.raises(RewardError, match="source image") as caught:
-            reward.score(PIXELS[:1], PROMPTS[:1], [metadata])
-        assert caught.value.samples == (0,)
+    assert [image.shape for image in images_of(server.requests[0])] == [(7, 3, 3), (2, 2, 3), (6, 8, 3)]
+    with pytest.raises(RewardError, match="source image") as caught:
+        reward.score(PIXELS[:1], PROMPTS[:1], [{}])
+    assert caught.value.samples == (0,)
+
+
+def test_a_served_judge_opens_no_file_that_a_client_names(
+    server: ChatServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret.png"
+    Image.new("RGB", (5, 4)).save(secret)
+    monkeypatch.setenv("DIGENRL_REWARD_TOKEN", TOKEN)
+    with serving(JudgeReward(settings_of(server, template="edit"))) as url:
+        client = build_reward(HttpSettings(url=url, retries=0))
+        reasons = []
+        for path in (secret, tmp_path / "absent.png"):
+            with pytest.raises(RewardError, match="`source_image: image`") as caught:
+                client.score(PIXELS[:1], PROMPTS[:1], [{"image": str(path)}])
+            reasons.append(caught.value.reason)
+        assert reasons[0] == reasons[1], "the answer does not depend on what the server's disk has"
+        assert not server.requests
+        sent = {"image": str(secret), "source_images": (torch.zeros(3, 7, 3),)}
+        client.score(PIXELS[:1, :1], PROMPTS[:1], [sent])
+    assert [image.shape for image in images_of(server.requests[0])] == [(7, 3, 3), (6, 8, 3)]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

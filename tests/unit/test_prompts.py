@@ -205,6 +205,7 @@ def test_a_sampler_needs_prompts_and_at_least_one_per_step() -> None:
 
 
 DETECTED = {"name": "geneval", "detector": "a/b"}
+SERVED = {"name": "http", "url": "http://127.0.0.1", "source_image": "reference"}
 JUDGED = {"name": "judge", "url": "http://127.0.0.1", "model": "m"}
 
 
@@ -218,6 +219,12 @@ JUDGED = {"name": "judge", "url": "http://127.0.0.1", "model": "m"}
         (DETECTED, {"include": [{"class": "cat", "count": 1}]}, {}, "'geneval': not GenEval's metadata: include"),
         ({**JUDGED, "template": "ocr"}, {"text": "OPEN"}, {}, r"'judge': the template needs \$text"),
         ({**JUDGED, "template": "edit"}, {"images": ["a.png"]}, {}, "'judge': the prompt has no source image"),
+        (
+            SERVED,
+            {"reference": "a.png"},
+            {"reference": 5},
+            "'http': .*metadata 'reference' is not the path .*got 5",
+        ),
     ],
 )
 def test_a_prompt_that_a_reward_cannot_score_is_found_before_a_run(
@@ -235,6 +242,17 @@ def test_a_prompt_that_a_reward_cannot_score_is_found_before_a_run(
     ):
         with pytest.raises(ConfigError, match=rf"bad\.jsonl:2: .*{message}"):
             check_prompts(recipe)
+
+
+def test_rewards_have_one_metadata_key_of_source_images(tmp_path: Path) -> None:
+    path = written(tmp_path, "edits.jsonl", json.dumps({"prompt": "a cat", "reference": "a.png"}))
+    judge = {**JUDGED, "template": "edit"}
+    with pytest.raises(ConfigError, match=r"'reference' \('http'\), 'image' \('judge'\); set `source_image`"):
+        check_prompts(fake_recipe(prompts={"path": path}, rewards=[SERVED, judge]))
+    same = {**judge, "source_image": "reference"}
+    assert not check_prompts(fake_recipe(prompts={"path": path}, rewards=[SERVED, same]))
+    edits = written(tmp_path, "with.jsonl", json.dumps({"prompt": "redder", "image": "a.png"}))
+    assert not check_prompts(fake_recipe(prompts={"path": edits}, rewards=[SERVED, judge])), "both see that image"
 
 
 @pytest.mark.parametrize("command", ["train", "check", "plan --cluster absent.yaml"])

@@ -19,7 +19,15 @@ from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.driver.prompt_store import PromptStore
 from digenrl.models.registry import FAMILIES
 from digenrl.prompts.sampler import PromptSampler
-from digenrl.prompts.source_images import as_png, check_images, image_bytes, read_images, resized
+from digenrl.prompts.source_images import (
+    as_png,
+    check_images,
+    check_named_images,
+    image_bytes,
+    named_images,
+    read_images,
+    resized,
+)
 from digenrl.prompts.sources import Prompt, read_prompts
 from digenrl.records import HELD_OUT_STEP
 from digenrl.worker.checks.sources import check_source_counts
@@ -51,6 +59,23 @@ def test_images_are_paths_beside_the_file_and_no_metadata(tmp_path: Path) -> Non
     assert none.images == ()
     (named,) = prompts_in(tmp_path, {"prompt": "redder", "photo": "a.png"}, image_column="photo")
     assert image_bytes(named) == (PNG,)
+
+
+def test_images_that_metadata_names_for_rewards_are_beside_the_file_and_keep_their_size(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(PNG)
+    one, none, absent = prompts_in(
+        tmp_path,
+        {"prompt": "redder", "reference": "a.png"},
+        {"prompt": "a cat"},
+        {"prompt": "a dog", "reference": "absent.png"},
+    )
+    settings = PromptSettings(path=tmp_path / "edits.jsonl")
+    (image,) = named_images(one.metadata, "reference", settings, one.where)
+    assert (image.size, image.mode) == ((12, 8), "RGB")
+    assert named_images(none.metadata, "reference", settings, none.where) == ()
+    check_named_images((one, none), "reference", settings)
+    with pytest.raises(ConfigError, match=r"edits\.jsonl:3: .*absent\.png does not exist"):
+        check_named_images((one, none, absent), "reference", settings)
 
 
 def test_parquet_may_hold_the_images_themselves(tmp_path: Path) -> None:

@@ -30,3 +30,10 @@ def test_wrong_source_images_are_refused_by_their_place() -> None:
         body = json.dumps({"samples": [{**sample, "source_images": images}]}).encode()
         with pytest.raises(MessageError, match=where):
             decode_request(body, limits)
+
+
+def test_source_images_in_metadata_are_refused() -> None:
+    sample = json.loads(encode_request(PIXELS[:1], ["a"], [{}]))["samples"][0]
+    body = json.dumps({"samples": [{**sample, "metadata": {"source_images": ["/etc/motd"]}}]}).encode()
+    with pytest.raises(MessageError, match=r"samples\.0\.metadata\.source_images"):
+        decode_request(body, Limits())

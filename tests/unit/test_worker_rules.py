@@ -16,7 +16,9 @@ from scored_groups import lively, scored_groups, toy
 from torch import Tensor
 
 from digenrl.config.reading import parse_model
+from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.config.recipes.recipe import Recipe
+from digenrl.config.rewards.table import HttpSettings
 from digenrl.exchange.folder import ExchangeFolder
 from digenrl.exchange.tensors import TensorExchange
 from digenrl.models.contract import DiffusionModel, TextEncoder
@@ -95,6 +97,28 @@ def test_part_of_a_slice_is_scored_with_its_own_pictures(tiny: Tiny, first: int)
     job = Score(51, 0, Slice(0, 0, 4 + first, 2), scorer=0, artifact=artifact, prompts=(PROMPT,) * 2)
     scored = tiny.stages(FunctionReward("brightness", brightness, {})).score(job)
     assert scored.scores.values == (first / 4, (first + 1) / 4)
+
+
+def test_rewards_see_the_image_that_metadata_names_for_one_of_them(tiny: Tiny, tmp_path: Path) -> None:
+    def widths(pixels: Tensor, prompts: Sequence[str], metadata: Sequence[Any]) -> list[float]:
+        return [float(sum(image.shape[2] for image in one.get("source_images", ()))) for one in metadata]
+
+    Image.new("RGB", (5, 4)).save(tmp_path / "beside.png")
+    recipe = tiny.blueprint.recipe.model_copy(
+        update={
+            "prompts": PromptSettings(path=tmp_path / "prompts.jsonl"),
+            "rewards": (HttpSettings(url="http://127.0.0.1", source_image="reference"),),
+        }
+    )
+    reward = FunctionReward("widths", widths, {})
+    stages = Stages(WorkerParts(replace(tiny.blueprint, recipe=recipe), tiny.exchange, reward=reward))
+    named, unnamed, absent = (
+        replace(PROMPT, row=f"prompt-{index}", metadata=metadata, where=f"prompts.jsonl:{index}")
+        for index, metadata in enumerate([{"reference": "beside.png"}, {}, {"reference": "absent.png"}])
+    )
+    assert stages.score_pixels(torch.rand(3, 1, 3, 8, 8), [named, named, unnamed]).values == (5.0, 5.0, 0.0)
+    with pytest.raises(RewardError, match=r"prompts\.jsonl:2: .*absent\.png does not exist"):
+        stages.score_pixels(torch.rand(2, 1, 3, 8, 8), [named, absent])
 
 
 def test_a_sample_carries_the_version_that_made_it_not_the_one_that_its_job_was_issued_on(tiny: Tiny) -> None:

@@ -50,7 +50,10 @@ class AnswerFormat(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class JudgeTemplate:
-    """What the judge is asked. `source_image` is the metadata key of an image that is sent before the sample."""
+    """What the judge is asked. With `source_image`, source images are sent before the sample.
+
+    Of a prompt without any, the trainer reads the image file that its metadata names under this key.
+    """
 
     text: str
     answer: AnswerFormat
@@ -61,7 +64,7 @@ class JudgeTemplate:
         return tuple(Template(self.text).get_identifiers())
 
     def question(self, prompt: str, metadata: Mapping[str, Any]) -> str:
-        """The text for a sample; raises ValueError if its prompt lacks a value or the source image."""
+        """The text for a sample; raises ValueError if its prompt lacks a value."""
         given = {key: value for key, value in metadata.items() if key != SOURCE_IMAGES and value is not None}
         texts = {key: str(value) for key, value in given.items()}
         values = {"text": quoted(prompt), **texts, "prompt": prompt}
@@ -71,10 +74,6 @@ class JudgeTemplate:
             raise ValueError(
                 f"the template needs ${missing[0]}, which the prompt's metadata lacks; known: {known}"
             )
-        path = given.get(self.source_image) if self.source_image else ""
-        if SOURCE_IMAGES not in metadata and not isinstance(path, str):
-            key = f"metadata '{self.source_image}'"
-            raise ValueError(f"the prompt has no source image, and {key} is no path of one, got {path!r}")
         return Template(self.text).substitute(values)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from digenrl.config.limits import Text, Weight
 from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings
@@ -15,6 +17,7 @@ from digenrl.config.token_variables import TokenVariable
 LAION_CLIP_H = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
 OPENAI_CLIP_L = "openai/clip-vit-large-patch14"
 TRANSFORMERS = ("transformers>=5.17",)  # the library that holds the models
+COMMIT = re.compile("[0-9a-f]{40}")
 
 
 class ModelRewardSettings(FrameRewardSettings):
@@ -76,7 +79,10 @@ class HpsV3Settings(FrameRewardSettings):
 
 
 class DeqaSettings(ModelRewardSettings):
-    """DeQA-Score's quality of an image: mPLUG-Owl2 with code from the model's repository, which is executed."""
+    """DeQA-Score's quality of an image: mPLUG-Owl2 with code from the model's repository, which is executed.
+
+    No library has the class, so that the code must be allowed, and of a hub id pinned to one commit.
+    """
 
     # The transformers that the code was written for, and what both import.
     needed_packages: ClassVar[tuple[str, ...]] = (
@@ -86,8 +92,26 @@ class DeqaSettings(ModelRewardSettings):
 
     name: Literal["deqa"] = "deqa"
     model: Text = "zhiyuanyou/DeQA-Score-Mix3"
-    revision: Text | None = Field(default=None, description="branch, tag or commit of a hub id")
+    trust_remote_code: bool = Field(default=False, description="allow the code of the model's repository to run")
+    revision: Text | None = Field(default=None, description="full hash of the commit of a hub id")
     dtype: Literal["float32", "float16", "bfloat16"] = "float16"
+
+    @model_validator(mode="after")
+    def _code_is_allowed_and_pinned(self) -> DeqaSettings:
+        on_hub = not self.model.startswith((".", "/", "~")) and not Path(self.model).is_dir()
+        if on_hub and not COMMIT.fullmatch(self.revision or ""):
+            raise ValueError(
+                f"revision: expected the 40 digits of a commit's hash, got {self.revision}; code of the model is "
+                "executed, and a branch or tag may have other code tomorrow: read the code at "
+                f"https://huggingface.co/{self.model}/commits/main and copy the full hash of its commit"
+            )
+        if self.revision is not None and not on_hub:
+            raise ValueError(f"revision: {self.revision}, but {self.model} is a directory; leave it out")
+        if not self.trust_remote_code:
+            raise ValueError(
+                f"trust_remote_code: code in {self.model} would be executed; read it, and set this key to true"
+            )
+        return self
 
 
 class ImageRewardSettings(ModelRewardSettings):

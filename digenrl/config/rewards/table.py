@@ -30,7 +30,7 @@ from pydantic import (
 
 from digenrl.config.limits import Text
 from digenrl.config.reading import ConfigError, errors_in, nearest, parse_model
-from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings
+from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings, check_source_image
 from digenrl.config.rewards.imagenet_classes import class_indices
 from digenrl.config.rewards.judge import AnswerFormat, JudgeTemplate, read_template
 from digenrl.config.rewards.models import (
@@ -273,6 +273,17 @@ class HttpSettings(ServerSettings):
     token_env: TokenVariable = REWARD_TOKEN
     retries: int = Field(default=8, ge=0, le=20, description="enough for a server that restarts")
     batch_size: PositiveInt = Field(default=16, description="samples in one request, at most")
+    source_image: Text | None = Field(
+        default=None, description="metadata key of an image file that the trainer reads and sends as source image"
+    )
+
+    def wanted(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+        """Nothing is known about the reward on the server, but whether it needs source images."""
+        check_source_image(self.source_image, metadata)
+
+    @property
+    def source_image_key(self) -> str | None:
+        return self.source_image
 
 
 class JudgeSettings(ServerSettings):
@@ -289,7 +300,7 @@ class JudgeSettings(ServerSettings):
         default=None, description="where the score is; a named template has its own"
     )
     source_image: Text | None = Field(
-        default=None, description="metadata key of an image file that is sent before the sample"
+        default=None, description="metadata key of an image file that the trainer reads and that is sent first"
     )
     token_env: TokenVariable | None = Field(
         default="DIGENRL_JUDGE_TOKEN", description="null if the server needs no token"
@@ -308,7 +319,13 @@ class JudgeSettings(ServerSettings):
 
     def wanted(self, prompt: str, metadata: Mapping[str, Any]) -> str:
         """The question."""
-        return judge_template(self).question(prompt, metadata)
+        template = judge_template(self)
+        check_source_image(template.source_image, metadata)
+        return template.question(prompt, metadata)
+
+    @property
+    def source_image_key(self) -> str | None:
+        return judge_template(self).source_image
 
 
 def judge_template(settings: JudgeSettings) -> JudgeTemplate:

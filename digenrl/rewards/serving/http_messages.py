@@ -81,7 +81,7 @@ def check_token(token: str, owner: str) -> None:
 
 
 def requests_of(pixels_BFCHW: Tensor, metadata: Sequence[Metadata], batch_size: int) -> Iterator[slice]:
-    """The samples of each request: at most `batch_size`, and no more pixels than a server surely accepts.
+    """The samples of each request: at most `batch_size`, and no more pixels than any server accepts by default.
 
     A sample that alone has more is sent by itself.
     """
@@ -144,6 +144,9 @@ class _Images:
 
 def _metadata(index: int, sample: SampleMessage, images: _Images) -> Metadata:
     """The metadata of a sample, with its source images, if it has any."""
+    if SOURCE_IMAGES in sample.metadata:
+        where = f"samples.{index}.metadata.{SOURCE_IMAGES}"
+        raise MessageError(f"{where}: not metadata; send images as `{SOURCE_IMAGES}` of the sample")
     sources = tuple(
         images.decode(text, f"samples.{index}.source_images.{number}").float() / 255
         for number, text in enumerate(sample.source_images)

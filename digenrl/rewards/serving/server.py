@@ -140,7 +140,10 @@ def check_address(host: str, port: int) -> None:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         reason = (error.strerror or one_line(error)).partition(" (")[0]
-        raise ConfigError(f"--host {host} --port {port}: cannot be listened on: {reason}; name others") from None
+        where = f"--host {host} --port {port}"
+        raise ConfigError(
+            f"{where}: cannot listen on this address: {reason}; choose another host or port"
+        ) from None
 
 
 def token_for(host: str, token: str | None) -> str:

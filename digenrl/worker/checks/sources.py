@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.prompts import PromptSettings
+from digenrl.config.rewards.base import RewardSettings, source_image_key
 from digenrl.models.family import Family, SourceCount
 from digenrl.models.registry import FAMILIES
-from digenrl.prompts.source_images import check_images
+from digenrl.prompts.source_images import check_images, check_named_images
 from digenrl.prompts.sources import Prompt, read_prompts
 from digenrl.worker.blueprint import Blueprint, source_of
 
@@ -18,15 +19,19 @@ IN_FILES = "give their paths in the column `image` of a .jsonl or .parquet file,
 def check_sources(blueprint: Blueprint) -> None:
     """Raises ConfigError if prompts lack source images, have too many, or have some that cannot be read."""
     recipe, family, evaluation = blueprint.recipe, blueprint.family, blueprint.recipe.evaluation
-    settings: list[PromptSettings] = [recipe.prompts]
+    settings: list[tuple[PromptSettings, Sequence[RewardSettings]]] = [(recipe.prompts, recipe.rewards)]
     if evaluation is not None:
-        settings.append(evaluation.prompts)
-    for each in settings:
+        settings.append((evaluation.prompts, recipe.held_out_rewards))
+    for each, rewards in settings:
         prompts = read_prompts(each)
         column = each.image_column
         how = IN_FILES if column is None else f"give their paths in the column `{column}` (prompts.image_column)"
         check_source_counts(family, prompts, how, sources_of(blueprint))
         check_images(prompts)
+        without = [prompt for prompt in prompts if not prompt.images]
+        key = source_image_key(rewards) if without else None
+        if key is not None and not recipe.topology.uses_ray:  # reward lanes of a cluster may have other files
+            check_named_images(without, key, each)
 
 
 def sources_of(blueprint: Blueprint) -> SourceCount:

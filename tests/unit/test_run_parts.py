@@ -42,7 +42,7 @@ from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines
 from digenrl.run_folder.grids import GAP, HeldOutScore, write_grid
 from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
 from digenrl.run_folder.lines import located_lines
-from digenrl.run_folder.metric_lines import EvaluationRecord
+from digenrl.run_folder.metric_lines import EvaluationRecord, read_evaluations, read_steps
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut, unfinished_evaluations
 from digenrl.runs.resuming import find_resume_point, kept_positions, mend_logs
@@ -422,6 +422,22 @@ def test_damaged_logs_are_mended_before_a_run_resumes(tmp_path: Path) -> None:
     lines.truncate(kept_positions(folder, mended.position))
     lines.close()
     assert (folder.journal.read_bytes(), folder.metrics.read_bytes()) == (b'{"a":0}\n', b"")
+
+
+def test_lines_that_are_no_metrics_are_set_aside_before_a_run_resumes(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    told: list[str] = []
+    folder.metrics.write_text('{"step":0}\n{"step":"one"}\n')
+    folder.evaluations.write_text('{"steps_done":0}\n{"step":1,"count":3}\n')
+    sizes = {"metrics": folder.metrics.stat().st_size, "evaluations": folder.evaluations.stat().st_size}
+    write_checkpoint(folder, 1, positions={"journal": 0, "spans": 0, **sizes})
+    found = find_resume_point(folder)
+    assert found is not None
+    mended = mend_logs(folder, found, told.append)
+    assert [line.partition(":")[0] for line in told] == [str(folder.metrics), str(folder.evaluations)]
+    ends = kept_positions(folder, mended.position)
+    assert [step.step for step in read_steps(folder.metrics, ends["metrics"])] == [0]
+    assert [each.steps_done for each in read_evaluations(folder.evaluations, ends["evaluations"])] == [1]
 
 
 def test_damaged_and_foreign_checkpoints_are_reported_in_one_line(tmp_path: Path) -> None:

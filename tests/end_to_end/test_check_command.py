@@ -102,6 +102,13 @@ def test_a_recipe_is_checked_with_its_size_dtype_and_guidance(folders: Path) -> 
     assert check("sd3_flow_grpo", "model.source=random")["skipped"]
 
 
+@pytest.mark.parametrize("family", ["flux_kontext", "sdxl"])
+def test_models_are_compared_in_bfloat16_beside_a_vae_in_float32(family: str, folders: Path) -> None:
+    """Their diffusers pipelines cast neither source images nor latents."""
+    answer = check(str(folders / family), *SMALL, "model.dtype=bfloat16")
+    assert 0 < answer["max_difference"] < 0.5
+
+
 def test_images_of_prompts_are_decoded_before_the_model_is_loaded(folders: Path, tmp_path: Path) -> None:
     """Sources and pairs, each once; the first that is damaged is named by its line."""
     picture(1, 32, 32).save(tmp_path / "good.png")

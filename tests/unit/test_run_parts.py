@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,10 +27,12 @@ from digenrl.commands.train import resume_run
 from digenrl.config.reading import ConfigError
 from digenrl.loop import drive
 from digenrl.records import (
+    AbandonEvaluation,
     Commit,
     Committed,
     HeldOutChunk,
     Job,
+    JobFailed,
     LaneOffer,
     SampleId,
     Save,
@@ -214,9 +217,13 @@ class RecordedRun:
         hooks = {"checkpoint_facts": self.checkpointer.facts}
         self.run = FakeRun(root, self.folder.recipe, held_out=prompts, hooks=hooks, fails=fails)
         self.evaluations: list[EvaluationRecord] = []
-        self.messages: list[str] = []
+        self.failed: dict[int, str] = {}  # versions that were not evaluated, and why
+        self.held_out = self.held_out_of(0)
+
+    def held_out_of(self, first_version: int) -> HeldOut:
+        """The observer of evaluations in a run that begins with this version."""
         rows = self.run.driver.stores.prompts.held_out
-        self.held_out = HeldOut(self.folder, rows, 0, self.evaluations.append, self.messages.append)
+        return HeldOut(self.folder, rows, first_version, self.evaluations.append, self.failed.__setitem__)
 
     def unfinished(self, step: int, *earlier: int) -> tuple[int, ...]:
         """The versions to evaluate where the run resumes after `step` steps; `earlier` ones were not finished."""
@@ -269,7 +276,7 @@ def test_a_resumed_run_evaluates_versions_only_if_they_are_due_and_missing(tmp_p
     left_over = run.folder.samples / ".step_000002"
     left_over.mkdir()
     run.lines.evaluations.append({"step": 0, "at_s": 1.0, "count": 3})
-    HeldOut(run.folder, (), 2, run.evaluations.append, run.messages.append)
+    HeldOut(run.folder, (), 2, run.evaluations.append, lambda version, line: None)
     assert [run.unfinished(step) for step in range(4)] == [(), (), (2,), (3,)]
     assert [run.unfinished(1, 0), run.unfinished(3, 2)] == [(), (2, 3)]
     assert not left_over.exists()
@@ -281,7 +288,7 @@ def scores_held_out(job: Job) -> bool:
 
 def test_an_initial_evaluation_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path, lambda job: "no reader" if scores_held_out(job) else None)
-    with pytest.raises(ConfigError, match=r"^no reader$"):
+    with pytest.raises(ConfigError, match=r"evaluation of the initial policy .*no reader.*evaluation=off"):
         run.drive()
     assert not run.run.transport.jobs(Commit)
 
@@ -293,8 +300,22 @@ def test_a_later_evaluation_that_fails_is_reported_and_the_run_continues(tmp_pat
     run = RecordedRun(tmp_path, fails)
     assert run.drive().finished
     assert [each.steps_done for each in run.evaluations] == [0]
-    for message, step in zip(run.messages, (2, 3), strict=True):
-        assert "server is away" in message and str(step) in message
+    assert list(run.failed) == [2, 3]
+    for version, line in run.failed.items():
+        assert "server is away" in line and str(version) in line
+        assert ("--resume" in line) == (version == 3), "only the last checkpoint is still there to be evaluated"
+
+
+@pytest.mark.parametrize(("version", "ends"), [(2, False), (3, True)])
+def test_a_failed_evaluation_ends_a_resumed_run_only_if_that_has_nothing_else_to_do(
+    tmp_path: Path, version: int, ends: bool
+) -> None:
+    run, job = RecordedRun(tmp_path), Score(0, 0, HeldOutChunk(version, 0), scorer=0)
+    failure = JobFailed(1, job, "server is away", user_error=True)
+    state = replace(initial_state_of(steps=3), committed=version)
+    with pytest.raises(ConfigError, match="--resume") if ends else nullcontext():
+        run.held_out_of(version).observe(failure, [AbandonEvaluation(version, failure.reason)], state)
+    assert (version in run.failed) != ends
 
 
 # --- Lanes in run.json -------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from digenrl.models.loading.sources import ModelSource, fetch_index, local_files
 from digenrl.models.loading.weight_files import components, folder_listing, pipeline_files, read_header
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.prompts.checks import check_prompts
+from digenrl.prompts.source_images import decode_images
 from digenrl.run_folder.grids import write_png
 from digenrl.telemetry.writing import check_writable
 from digenrl.worker.blueprint import (
@@ -35,10 +36,12 @@ from digenrl.worker.blueprint import (
     source_of,
 )
 from digenrl.worker.checks.experts import check_experts
+from digenrl.worker.checks.sources import check_sources
 from digenrl.worker.pictures import as_image
 
 SMALL_VIDEO_FRAMES = 9  # of two latent frames in every family
 STAGES = 3
+MOST_DECODED = 10_000  # images of prompts: minutes; of the others, the headers are read
 # A model alone is checked as the model of this recipe: adapters of rank 32, small samples.
 MODEL_ALONE: dict[str, Any] = {
     "steps": 1,
@@ -88,7 +91,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class ModelCheck:
-    """The result of a check. `sampled` is None if `skipped` says why the model was not loaded."""
+    """The result of a check. `sampled` is None if `skipped` says why the model was not loaded.
+
+    `images` is how many images of prompts were decoded.
+    """
 
     source: ModelSource
     family: Family
@@ -97,6 +103,7 @@ class ModelCheck:
     files: Files
     device: Device
     memory: MemoryNeeds
+    images: int = 0
     sampled: Sampled | None = None
     skipped: str | None = None
 
@@ -123,6 +130,7 @@ class ModelCheck:
             "probe": {"text": request.probe, "token_ids": {}}
             if sampled is None
             else {"text": request.probe, "token_ids": sampled.probe.token_ids, "tokens": sampled.probe.tokens},
+            "images_decoded": self.images,
             "dtype": self.recipe.model.dtype,
             "height": self.recipe.sample.height,
             "width": self.recipe.sample.width,
@@ -152,8 +160,9 @@ def check_model(where: str, overrides: Sequence[str], request: CheckRequest, rep
     recipe, alone = _read_target(where, overrides)
     device = this_device(request.device, recipe.lanes.memory_gib)
     blueprint = read_blueprint(recipe)
+    images = 0 if alone else _check_images(blueprint, report)
     check_experts(blueprint, check_hub_model(blueprint))
-    check = _described(recipe, alone, blueprint, device)
+    check = replace(_described(recipe, alone, blueprint, device), images=images)
     if recipe.model.random:
         return replace(check, skipped="the weights are random: there are no text encoders and nothing to compare")
     if not check.files.on_this_machine and not request.download:
@@ -185,6 +194,8 @@ def _rows(check: ModelCheck, request: CheckRequest) -> Iterator[tuple[str, str]]
     if check.files.sizes:
         where = "on this machine" if check.files.on_this_machine else "to download"
         yield "files", f"{len(check.files.sizes)} files, {_size(check.files.bytes)}, {where}"
+    if check.images:
+        yield "images", f"{check.images} of the prompts can be decoded"
     if check.sampled is not None:
         for name, tokens in check.sampled.probe.tokens.items():
             yield name, f"{len(tokens)} tokens: {'|'.join(tokens)}"
@@ -221,6 +232,12 @@ def _read_target(where: str, overrides: Sequence[str]) -> tuple[Recipe, bool]:
     if find_family(recipe.model.family).kind == "video" and "sample.frames" not in given:
         recipe = _changed(recipe, "sample", frames=SMALL_VIDEO_FRAMES)
     return recipe, True
+
+
+def _check_images(blueprint: Blueprint, report: Report) -> int:
+    """Decodes the images that prompts name; returns how many. Raises ConfigError with the line of a bad one."""
+    prompts = check_sources(blueprint, may_be_absent=True)
+    return decode_images(prompts, MOST_DECODED, lambda done, count: report(done, count, "decoding images"))
 
 
 def _from_here(where: str) -> str:

@@ -134,7 +134,7 @@ def sample_run(run: Path, request: SampleRequest, out: Path | None, report: Repo
             loading=diffusers_snippet(folder, blueprint.family),
         )
         with written_files(target) as partial:
-            images = _generate(blueprint, model, rows, wanted.count, partial, report)
+            images = _generate(blueprint, model, rows, samples, partial, report)
             side_by_side(images, columns_for(len(images))).save(partial / samples.grid.name)
             _write_description(partial, samples)
     return samples
@@ -268,20 +268,31 @@ def _generate(
     blueprint: Blueprint,
     model: DiffusionModel,
     rows: Sequence[Conditioning],
-    count: int,
+    samples: WrittenSamples,
     folder: Path,
     report: ReportProgress,
 ) -> list[Image.Image]:
-    """Writes the first `count` samples; returns the images for the grid."""
-    batch = _evaluation(blueprint).batch
+    """Writes the samples, which are the first of the rows; returns the images for the grid."""
+    batch, count = _evaluation(blueprint).batch, len(samples.pictures)
     images: list[Image.Image] = []
     report(0, count)
     for first in range(0, len(rows), batch):
         pixels_BFCHW = held_out_pixels(blueprint, model, rows[first : first + batch], first)
         for pixels_FCHW in pixels_BFCHW[: count - first]:
+            _check_finite(blueprint, pixels_FCHW, samples, len(images))
             images.append(_write_sample(pixels_FCHW, folder, len(images)))
         report(len(images), count)
     return images
+
+
+def _check_finite(blueprint: Blueprint, pixels_FCHW: Tensor, samples: WrittenSamples, index: int) -> None:
+    """Raises ConfigError if a sample has values that a file would show as black."""
+    if not pixels_FCHW.isfinite().all():
+        raise ConfigError(
+            f"sample {index} ({samples.pictures[index].prompt!r}) has values that are not finite; the weights of "
+            f"{samples.checkpoint} have diverged or are damaged, or {blueprint.recipe.model.dtype} is too coarse "
+            "for them (model.dtype); use an earlier --checkpoint, or start a run with another dtype"
+        )
 
 
 def _write_sample(pixels_FCHW: Tensor, folder: Path, index: int) -> Image.Image:

@@ -89,6 +89,7 @@ def count_work(
     `text_shapes` are the shapes of one row of every text argument. `targets` are the adapted layers, by default
     the family's. The sample is made from this many `sources`, which have its height and width.
     """
+    size = _with_a_sequence(model, size)
     weights, quantizable = list(model.transformer.parameters()), block_weights(model.transformer)
     adapters = _add_adapters(model, targets)
     padded = next(shape[0] for shape in text_shapes.values() if len(shape) > 1)
@@ -186,6 +187,12 @@ def _attention_kinds(forward: _Forward, shorter: _Forward, text: int, audio: int
         else:
             kinds.append("cross" if key == text else "joint")
     return image, kinds
+
+
+def _with_a_sequence(model: PipelineModel, size: SampleSize) -> SampleSize:
+    """The size, or two tokens instead of one: layers over a single token look like those of conditioning."""
+    side = _smallest_side(model)
+    return SampleSize(2 * side, side) if size == SampleSize(side, side) else size
 
 
 def _smallest_side(model: PipelineModel) -> int:

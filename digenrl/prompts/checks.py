@@ -17,8 +17,8 @@ def check_prompts(recipe: Recipe, *, may_be_absent: bool = False) -> list[str]:
     Files that `may_be_absent` are checked only if they exist.
     """
     evaluation = recipe.evaluation
-    train = () if may_be_absent and _is_absent(recipe.prompts) else read_prompts(recipe.prompts)
-    absent = evaluation is None or (may_be_absent and _is_absent(evaluation.prompts))
+    train = () if may_be_absent and is_absent(recipe.prompts) else read_prompts(recipe.prompts)
+    absent = evaluation is None or (may_be_absent and is_absent(evaluation.prompts))
     held_out = () if absent else held_out_prompts(recipe)
     _check_scored(train, recipe.rewards)
     _check_scored(held_out, recipe.held_out_rewards)
@@ -36,7 +36,8 @@ def held_out_prompts(recipe: Recipe) -> tuple[Prompt, ...]:
     return prompts[: evaluation.count]
 
 
-def _is_absent(settings: PromptSettings) -> bool:
+def is_absent(settings: PromptSettings) -> bool:
+    """Whether these are prompts of a file that does not exist."""
     return settings.path is not None and not settings.path.exists()
 
 

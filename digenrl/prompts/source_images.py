@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from math import sqrt
 from pathlib import Path
@@ -39,6 +39,19 @@ def named_images(
     Empty if it names none. Raises ConfigError if it cannot be read.
     """
     return tuple(_decoded(_content(image, where), where) for image in _named(metadata, key, settings, where))
+
+
+def decode_images(prompts: Sequence[Prompt], most: int, report: Callable[[int, int], None]) -> int:
+    """Decodes each image once, one at a time, up to `most` of them; returns how many.
+
+    Raises ConfigError for the first that cannot be decoded. `report` gets how many are done, and of how many.
+    """
+    where = {image: prompt.where for prompt in reversed(prompts) for image in (*prompt.pair, *prompt.images)}
+    images = list(reversed(where))[:most]
+    for done, image in enumerate(images):
+        report(done, len(images))
+        _decoded(_content(image, where[image]), where[image], _named(image))
+    return len(images)
 
 
 def image_bytes(prompt: Prompt) -> tuple[bytes, ...]:
@@ -101,13 +114,12 @@ def size_of_area(size: tuple[int, int], area: int) -> tuple[int, int]:
     return max(1, round(width / MULTIPLE)) * MULTIPLE, max(1, round(width / ratio / MULTIPLE)) * MULTIPLE
 
 
-def _decoded(content: bytes, where: str) -> Image.Image:
+def _decoded(content: bytes, where: str, named: str = "an image of it") -> Image.Image:
     with _opened(content, where) as image:
         try:
             upright = ImageOps.exif_transpose(image)
         except (OSError, SyntaxError, ValueError) as error:
-            why = f"an image of it cannot be decoded: {one_line(error)}"
-            raise ConfigError(f"{where}: {why}; replace it") from None
+            raise ConfigError(f"{where}: {named} cannot be decoded: {one_line(error)}; replace it") from None
         if upright.mode.startswith("I"):  # 16 bits per pixel, which Pillow would cut at 255
             return upright.convert("I").point(lambda value: value * (1 / 257)).convert("L").convert("RGB")
         if not upright.has_transparency_data:
@@ -144,10 +156,14 @@ def _content(image: ImageSource, where: str) -> bytes:
 
 
 def _unreadable(image: ImageSource, where: str, error: Exception) -> ConfigError:
-    named = f"the image {image}" if isinstance(image, Path) else f"an image of {len(image)} bytes"
+    named = _named(image)
     if isinstance(error, FileNotFoundError):
         relative = "" if where.startswith("--") else "; paths are relative to the file of the prompts"
         return ConfigError(f"{where}: {named} does not exist{relative}")
     if isinstance(error, UnidentifiedImageError):
         return ConfigError(f"{where}: {named} is not an image that Pillow can read, such as PNG or JPEG")
     return ConfigError(f"{where}: {named} cannot be read: {one_line(error)}")
+
+
+def _named(image: ImageSource) -> str:
+    return f"the image {image}" if isinstance(image, Path) else f"an image of {len(image)} bytes"

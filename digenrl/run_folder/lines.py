@@ -114,14 +114,15 @@ def located_lines(path: Path, first_byte: int = 0) -> Iterator[JsonLine]:
                     return
                 number += 1
                 if start >= first_byte:
-                    yield JsonLine(path, number, start, start + len(text), _parse(text, path, number))
+                    yield read_line(text, path, number, start)
                 start += len(text)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path}: cannot be read: {reason}") from None
 
 
-def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
+def read_line(text: bytes, path: Path, number: int = 1, start: int = 0) -> JsonLine:
+    """One line of a file; raises ConfigError if it is not a JSON object."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -130,7 +131,7 @@ def _parse(text: bytes, path: Path, number: int) -> dict[str, Any]:
         shown = text.rstrip(b"\n").decode("utf-8", errors="replace")
         shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
         raise ConfigError(f"{path}, line {number}: not a JSON object: {shown!r}; the file is damaged")
-    return content
+    return JsonLine(path, number, start, start + len(text), content)
 
 
 def _remove_incomplete_line(path: Path) -> None:

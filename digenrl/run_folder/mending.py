@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+
+from digenrl.config.reading import ConfigError
+from digenrl.run_folder.lines import JsonLine, read_line
 
 CHECKED_BYTES = 64 << 20  # larger files are only checked where they will be truncated
 
 
-def mend_lines(path: Path, position: int) -> tuple[int, str | None]:
+def mend_lines(
+    path: Path, position: int, read: Callable[[JsonLine], object] = lambda line: None
+) -> tuple[int, str | None]:
     """Keeps the good lines before `position`, in bytes, if the file is damaged there.
 
+    A line is good if it is a JSON object for which `read` does not raise ConfigError.
     Returns the position after them, and a line for the user if anything was wrong. The damaged file is kept beside
     the mended one.
     """
     content = _first_bytes(path, position) if path.is_file() else b""
     cut = len(content) < position or (position > 0 and not content.endswith(b"\n"))
-    if not cut and (position > CHECKED_BYTES or all(_is_object(line) for line in content.splitlines())):
+    if not cut and (position > CHECKED_BYTES or all(_is_good(line, path, read) for line in content.splitlines())):
         return position, None
     complete = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
-    good = [line for line in complete if _is_object(line)]
+    good = [line for line in complete if _is_good(line, path, read)]
     mended = path.with_name(f".mended-{path.name}")
     with mended.open("wb") as file:
         file.writelines(good)
@@ -39,10 +45,11 @@ def _first_bytes(path: Path, count: int) -> bytes:
         return file.read(count)
 
 
-def _is_object(line: bytes) -> bool:
+def _is_good(line: bytes, path: Path, read: Callable[[JsonLine], object]) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
+        read(read_line(line, path))
+        return True
+    except ConfigError:
         return False
 
 

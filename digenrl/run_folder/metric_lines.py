@@ -58,8 +58,8 @@ def read_steps(path: Path, end: int | None = None) -> tuple[StepRecord, ...]:
     """All steps in order, or those before a byte. Where a resumed run repeated a step, the later line counts."""
     by_step: dict[int, StepRecord] = {}
     for line in _lines_before(path, end):
-        step = _step(line)
-        by_step[step] = StepRecord(step, _finite_values(line, {"step"}))
+        record = step_record(line)
+        by_step[record.step] = record
     return tuple(by_step[step] for step in sorted(by_step))
 
 
@@ -67,11 +67,22 @@ def read_evaluations(path: Path, end: int | None = None) -> tuple[EvaluationReco
     """All evaluations in order, or those before a byte. Where a run repeated one, the later line counts."""
     by_step: dict[int, EvaluationRecord] = {}
     for line in _lines_before(path, end):
-        step, values = _step(line), _finite_values(line, {"step", "grid", "settings"})
-        at_s, count = values.pop("at_s", 0.0), int(values.pop("count", 0))
-        settings = str(line.content.get("settings", ""))
-        by_step[step] = EvaluationRecord(step, at_s, count, values, _grid(line), settings)
+        record = evaluation_record(line)
+        by_step[record.steps_done] = record
     return tuple(by_step[step] for step in sorted(by_step))
+
+
+def step_record(line: JsonLine) -> StepRecord:
+    """A line of metrics.jsonl; raises ConfigError if it is not one."""
+    return StepRecord(_step(line), _finite_values(line, {"step"}))
+
+
+def evaluation_record(line: JsonLine) -> EvaluationRecord:
+    """A line of evaluations.jsonl; raises ConfigError if it is not one."""
+    values = _finite_values(line, {"step", "grid", "settings"})
+    at_s, count = values.pop("at_s", 0.0), int(values.pop("count", 0))
+    settings = str(line.content.get("settings", ""))
+    return EvaluationRecord(_step(line), at_s, count, values, _grid(line), settings)
 
 
 def end_of_evaluations(path: Path, position: int, last_step: int) -> int:
@@ -101,17 +112,31 @@ def _lines_before(path: Path, end: int | None) -> Iterator[JsonLine]:
 
 def _step(line: JsonLine) -> int:
     step = line.content.get("step")
-    if isinstance(step, bool) or not isinstance(step, int):
-        raise line.error(f"'step' is {step!r}, expected a whole number")
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise _wrong(line, f"'step' is {step!r:.60}, expected a whole number")
     return step
 
 
 def _grid(line: JsonLine) -> str | None:
     grid, folder = line.content.get("grid"), line.path.parent
+    if grid is None:
+        return None
+    if not isinstance(grid, str) or not _can_be_a_path(folder, grid):
+        raise _wrong(line, f"'grid' is {grid!r:.60}, expected the path of an image")
     # The report embeds the grid: a path out of the folder would publish another file.
-    if grid is not None and not (folder / str(grid)).resolve().is_relative_to(folder.resolve()):
-        raise line.error(f"the grid {grid!r} is outside the run's folder")
-    return None if grid is None else str(grid)
+    if not (folder / grid).resolve().is_relative_to(folder.resolve()):
+        raise _wrong(line, f"the grid {grid!r} is outside the run's folder")
+    return grid
+
+
+def _can_be_a_path(folder: Path, name: str) -> bool:
+    try:
+        (folder / name).lstat()
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):  # too long, or with characters that no path has
+        return False
+    return True
 
 
 def _finite_values(line: JsonLine, other_keys: set[str]) -> dict[str, float]:
@@ -119,8 +144,21 @@ def _finite_values(line: JsonLine, other_keys: set[str]) -> dict[str, float]:
     for name, value in line.content.items():
         if name in other_keys or value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise line.error(f"'{name}' is {value!r}, expected a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or _overflows(value):
+            raise _wrong(line, f"{name!r:.60} is {value!r:.60}, expected a number")
         if math.isfinite(value):
             values[name] = value
     return values
+
+
+def _overflows(value: float) -> bool:
+    """Whether a whole number is too large for a float."""
+    try:
+        float(value)
+    except OverflowError:
+        return True
+    return False
+
+
+def _wrong(line: JsonLine, problem: str) -> ConfigError:
+    return line.error(f"{problem}; correct the line, or remove it")

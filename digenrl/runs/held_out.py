@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import NoReturn
 
 from digenrl.config.recipes.files import evaluation_fingerprint
 from digenrl.config.recipes.recipe import Recipe
@@ -46,7 +48,10 @@ def unfinished_evaluations(
 
 
 class HeldOut:
-    """An observer that writes an evaluation when all its chunks are scored. A recipe may have none."""
+    """An observer that writes an evaluation when all its chunks are scored. A recipe may have none.
+
+    `on_failure` gets the version of an evaluation that failed, and a line that says why.
+    """
 
     def __init__(
         self,
@@ -54,10 +59,10 @@ class HeldOut:
         prompts: Sequence[PromptRow],
         first_version: int,
         on_evaluation: Callable[[EvaluationRecord], None],
-        notify: Callable[[str], None],
+        on_failure: Callable[[int, str], None],
     ) -> None:
         self._folder, self._prompts, self._first_version = folder, prompts, first_version
-        self._on_evaluation, self._notify = on_evaluation, notify
+        self._on_evaluation, self._on_failure = on_evaluation, on_failure
         self._chunks: dict[int, dict[int, Scores]] = {}  # by version, then by chunk
         for left_over in folder.samples.glob(f"{PICTURES}*"):
             shutil.rmtree(left_over)
@@ -67,7 +72,7 @@ class HeldOut:
         return self._folder.samples / f"{PICTURES}{version:06d}"
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
-        """Collects pictures and scores. A failed evaluation is reported; as the first of the run, it ends it."""
+        """Collects pictures and scores. A failed evaluation is reported, or ends a run without results."""
         if isinstance(event, Evaluated):
             self._keep_pictures(event)
             if event.scores is not None:
@@ -76,12 +81,30 @@ class HeldOut:
             self._add(event.job.piece, event.scores, state, event.at_ns)
         for action in actions:
             if isinstance(action, AbandonEvaluation):
-                if isinstance(event, JobFailed) and action.version == self._first_version:
-                    after = f"after {action.version} steps" if action.version else "of the initial policy"
-                    raise_failure(f"the evaluation {after}", event)
+                if isinstance(event, JobFailed) and self._has_nothing_to_lose(action.version, state):
+                    self._end_run(action.version, event)
                 self._chunks.pop(action.version, None)
                 shutil.rmtree(self._pictures(action.version), ignore_errors=True)
-                self._notify(f"the evaluation after {action.version} steps failed: {action.reason}")
+                is_last = action.version == self._folder.recipe.steps  # the version of the last checkpoint
+                again = f"; {self._how_to_repeat()}" if is_last else ""
+                line = f"{_evaluation_of(action.version)} failed and is left out: {action.reason}{again}"
+                self._on_failure(action.version, line)
+
+    def _has_nothing_to_lose(self, version: int, state: SchedulerState) -> bool:
+        """Whether a new run is before its first step, or a resumed one only makes up for this evaluation."""
+        begins = version == self._first_version == state.committed
+        return begins and (version == 0 or state.all_committed)
+
+    def _end_run(self, version: int, failure: JobFailed) -> NoReturn:
+        remedy = "correct the recipe or its rewards and start again, or train without evaluations: evaluation=off"
+        reason = f"{failure.reason}; {self._how_to_repeat() if version else remedy}"
+        where = _evaluation_of(version)
+        raise_failure(
+            where, replace(failure, reason=f"{where} failed: {reason}" if failure.user_error else reason)
+        )
+
+    def _how_to_repeat(self) -> str:
+        return f"to evaluate again: digenrl train --resume {self._folder.path}"
 
     def _keep_pictures(self, event: Evaluated) -> None:
         folder = self._pictures(event.job.chunk.version)
@@ -114,3 +137,7 @@ class HeldOut:
             )
             for prompt, (scores, row) in zip(self._prompts, rows, strict=True)
         ]
+
+
+def _evaluation_of(version: int) -> str:
+    return f"the evaluation after {version} steps" if version else "the evaluation of the initial policy"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import fingerprint
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.journal import read_journal
+from digenrl.run_folder.lines import JsonLine
 from digenrl.run_folder.mending import mend_lines
-from digenrl.run_folder.metric_lines import end_of_evaluations
+from digenrl.run_folder.metric_lines import end_of_evaluations, evaluation_record, step_record
 from digenrl.run_folder.segments import live_start
 from digenrl.runs.checkpointer import RunPosition
 from digenrl.runs.initial_facts import RECORDED, recorded_steps
@@ -27,6 +29,11 @@ from digenrl.training.checkpoint.format import (
     checkpoints_in,
     read_content,
 )
+
+READERS: Final[Mapping[str, Callable[[JsonLine], object]]] = {
+    "metrics": step_record,
+    "evaluations": evaluation_record,
+}  # of lines that a resumed run reads again; they raise ConfigError for damaged ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,8 @@ def mend_logs(folder: RunFolder, resume_point: ResumePoint, notify: Callable[[st
     for name, path in folder.line_files().items():
         start = live_start(path)
         if positions.get(name, 0) >= start:
-            end, remark = mend_lines(path, positions.get(name, 0) - start)
+            read = READERS.get(name, lambda line: None)
+            end, remark = mend_lines(path, positions.get(name, 0) - start, read)
             positions[name] = start + end
             if remark is not None:
                 notify(remark)

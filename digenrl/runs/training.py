@@ -125,7 +125,7 @@ class TrainingRun:
         prompts = PromptStore(sampler, resources.artifacts.drop, held_out)
         self._sinks = (*open_sinks(folder, self._lines, self._start.step, time.time), view)
         self._checkpointer = Checkpointer(folder, self._lines, self._start)
-        self._held_out = HeldOut(folder, prompts.held_out, self._start.step, self._evaluated, view.notify)
+        self._held_out = HeldOut(folder, prompts.held_out, self._start.step, self._evaluated, self._not_evaluated)
         self._metrics: StepMetrics | None = None
         self._operations: SampleOperations | None = None
         hooks = RunHooks(
@@ -240,6 +240,11 @@ class TrainingRun:
         assert self._metrics is not None
         self._view.notify("")
         self._metrics.evaluated(evaluation)
+
+    def _not_evaluated(self, version: int, reason: str) -> None:
+        assert self._metrics is not None
+        self._view.notify(reason)
+        self._metrics.report(version, {"failed_evaluation": version})
 
     def _lanes(self) -> tuple[LaneEntry, ...]:
         """Every row of the trace, and its device."""

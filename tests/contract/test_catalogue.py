@@ -184,6 +184,19 @@ def test_facts_derived_from_the_layers_agree_with_the_catalogue(model: Catalogue
     assert model.text_tokens <= counted.text_tokens, "the catalogue has typical prompts where padding is cut"
 
 
+@pytest.mark.parametrize("family", ["sd3", "qwen_image", "wan"])
+def test_a_token_costs_the_same_in_a_sample_of_one_token(family: str):
+    """Its layers are not taken for those of the conditioning."""
+    entry, size = FAMILIES[family], next(iter(FAMILIES[family].sizes))
+    shapes = entry.full_size(size).text_shapes
+    one, four = (
+        facts_of(entry, size, entry.build_full(torch.bfloat16, "meta", size), shapes, SampleSize(side, side))
+        for side in (16, 32)
+    )
+    assert one.image_weights == four.image_weights > 0
+    assert one.pixels_per_token == four.pixels_per_token
+
+
 @every_model
 def test_derived_costs_are_near_the_fitted_ones(model: CatalogueModel):
     counted, card = derived(model.family, published_size(model)), find_card("H200")

@@ -670,6 +670,21 @@ def test_a_size_that_does_not_divide_into_patches_is_refused(family: Family, sha
         shared_model.noise_shape(SampleSize(tiny.height, tiny.width, tiny.frames + 1))
 
 
+def test_the_smallest_sample_is_decoded(shared_model: DiffusionModel) -> None:
+    """Of a size that the model accepts, down to a single token."""
+
+    def accepted(side: int) -> bool:
+        try:
+            return bool(shared_model.noise_shape(SampleSize(side, side)))
+        except ConfigError:
+            return False
+
+    side = next(side for side in range(8, 65, 8) if accepted(side))
+    size = SampleSize(side, side)
+    latents = shared_model.initial_latents(noise_of(shared_model, size, rows=1), size)
+    assert shared_model.decode(latents, size).shape == (1, 1, 3, side, side)
+
+
 def test_a_tiny_pipeline_is_small_and_the_same_for_the_same_seed(
     family: Family, directory: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from hub_stand_in import HubStandIn, serving
 from original_names import write_original_file
 from PIL import Image
 from published_layouts import LAYOUTS, make_published_layout
+from source_pictures import picture
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
@@ -99,6 +100,31 @@ def test_a_recipe_is_checked_with_its_size_dtype_and_guidance(folders: Path) -> 
     assert 0 < answer["max_difference"] < 0.1  # diffusers rounds the latents to bfloat16 after every step
     assert "model.family=sd3" in refusal("flux_flow_grpo", source)
     assert check("sd3_flow_grpo", "model.source=random")["skipped"]
+
+
+@pytest.mark.parametrize("family", ["flux_kontext", "sdxl"])
+def test_models_are_compared_in_bfloat16_beside_a_vae_in_float32(family: str, folders: Path) -> None:
+    """Their diffusers pipelines cast neither source images nor latents."""
+    answer = check(str(folders / family), *SMALL, "model.dtype=bfloat16")
+    assert 0 < answer["max_difference"] < 0.5
+
+
+def test_images_of_prompts_are_decoded_before_the_model_is_loaded(folders: Path, tmp_path: Path) -> None:
+    """Sources and pairs, each once; the first that is damaged is named by its line."""
+    picture(1, 32, 32).save(tmp_path / "good.png")
+    (tmp_path / "cut.png").write_bytes((tmp_path / "good.png").read_bytes()[:-100])
+
+    def prompts(*images: str | list[str]) -> str:
+        rows = [{"prompt": f"edit {index}", "image": image} for index, image in enumerate(images)]
+        (tmp_path / "edits.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        return f"prompts.path={tmp_path / 'edits.jsonl'}"
+
+    recipe = ("flux_kontext_one_gpu", f"model.source={folders / 'flux_kontext'}", "evaluation=off", *SMALL)
+    recipe = (*recipe, "model.text_tokens=20", "model.dtype=float32")
+    for damaged, why in (("cut.png", "decoded"), ("absent.png", "does not exist")):
+        assert re.search(rf"edits\.jsonl:2: .*{damaged}.*{why}", refusal(*recipe, prompts("good.png", damaged)))
+    assert check(*recipe, prompts("good.png", "good.png"))["images_decoded"] == 1
+    assert "flux_kontext takes at most 1" in refusal(*recipe, prompts(["good.png", "good.png"]))
 
 
 def test_a_hub_id_is_described_and_downloaded_only_if_asked(hub: HubStandIn) -> None:

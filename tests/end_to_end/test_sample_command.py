@@ -20,6 +20,7 @@ from diffusers import SD3Transformer2DModel
 from PIL import Image, ImageChops
 from rich.console import Console
 from safetensors.torch import load_file
+from torch import Tensor
 from typer.testing import CliRunner
 
 from digenrl.cli import app
@@ -32,6 +33,7 @@ from digenrl.models.loading.sources import ModelSource
 from digenrl.run_folder.folder import RunFolder, Status
 from digenrl.testing.tiny_models import make_tiny_pipeline
 from digenrl.worker.clips import clip_suffix
+from digenrl.worker.rollouts import held_out_pixels
 
 HELD_OUT = ("a red cat", "a blue dog", "a green apple", "a ship", "a yellow cab", "snow", "a door")
 TRAINED_ON = ("a lake", "a roof")
@@ -137,6 +139,20 @@ def test_by_default_the_newest_checkpoint_gives_the_evaluations_grid(run: Path, 
     assert same_pixels(Path(newest["grid"]), run / "samples" / "step_000002.png")
     names = {path.name for path in Path(newest["folder"]).iterdir()}
     assert names == {"0000.png", "0001.png", "0002.png", "grid.png", "samples.json"}
+
+
+def test_a_sample_that_is_not_finite_is_an_error_and_nothing_is_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoiled(*arguments: Any) -> Tensor:
+        pixels_BFCHW = held_out_pixels(*arguments)
+        pixels_BFCHW[1, 0, 0, 0, 0] = torch.nan
+        return pixels_BFCHW
+
+    monkeypatch.setattr("digenrl.commands.sample.held_out_pixels", spoiled)
+    with pytest.raises(ConfigError, match=f"sample 1 .*{HELD_OUT[1]}.*finite"):
+        sample(run, "--out", tmp_path / "pictures")
+    assert not (tmp_path / "pictures").exists()
 
 
 @pytest.mark.parametrize(("name", "steps_done"), [("before", 0), ("step_000001", 1)])

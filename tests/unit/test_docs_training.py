@@ -104,7 +104,13 @@ def test_the_table_of_metrics_has_them_all() -> None:
     )
     measured = {**update, "measures": {"away": 1.0}}
     reported = step_summary(0, {SampleId(0, 0, 0): 1.0}, {"ocr": [1.0]}, [measured], 1)
-    written = {*kept.steps[-1], *reported.values, *TransferMetrics().take(), "predicted_step_s"}
+    written = {
+        *kept.steps[-1],
+        *reported.values,
+        *TransferMetrics().take(),
+        "predicted_step_s",
+        "failed_evaluation",
+    }
     named = (re.sub("^(reward|measure)/.*", r"\1/NAME", name) for name in written)
     known = {re.sub("^busy/.*", "busy/LANE", name) for name in named}
     listed = [name for cells in TRAINING.table("name", after="The metrics of a step") for name in code(cells[0])]

@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,11 +27,13 @@ from digenrl.commands.train import resume_run
 from digenrl.config.reading import ConfigError
 from digenrl.loop import drive
 from digenrl.records import (
+    AbandonEvaluation,
     Commit,
     Committed,
     CostsMeasured,
     HeldOutChunk,
     Job,
+    JobFailed,
     LaneOffer,
     SampleId,
     Save,
@@ -44,7 +47,7 @@ from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines
 from digenrl.run_folder.grids import GAP, HeldOutScore, write_grid
 from digenrl.run_folder.lane_entries import LaneRecorder, lanes_of_whole_run
 from digenrl.run_folder.lines import located_lines
-from digenrl.run_folder.metric_lines import EvaluationRecord
+from digenrl.run_folder.metric_lines import EvaluationRecord, read_evaluations, read_steps
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut, unfinished_evaluations
 from digenrl.runs.resuming import find_resume_point, kept_positions, mend_logs
@@ -242,9 +245,13 @@ class RecordedRun:
         hooks = {"checkpoint_facts": self.checkpointer.facts}
         self.run = FakeRun(root, self.folder.recipe, held_out=prompts, hooks=hooks, fails=fails)
         self.evaluations: list[EvaluationRecord] = []
-        self.messages: list[str] = []
+        self.failed: dict[int, str] = {}  # versions that were not evaluated, and why
+        self.held_out = self.held_out_of(0)
+
+    def held_out_of(self, first_version: int) -> HeldOut:
+        """The observer of evaluations in a run that begins with this version."""
         rows = self.run.driver.stores.prompts.held_out
-        self.held_out = HeldOut(self.folder, rows, 0, self.evaluations.append, self.messages.append)
+        return HeldOut(self.folder, rows, first_version, self.evaluations.append, self.failed.__setitem__)
 
     def unfinished(self, step: int, *earlier: int) -> tuple[int, ...]:
         """The versions to evaluate where the run resumes after `step` steps; `earlier` ones were not finished."""
@@ -297,7 +304,7 @@ def test_a_resumed_run_evaluates_versions_only_if_they_are_due_and_missing(tmp_p
     left_over = run.folder.samples / ".step_000002"
     left_over.mkdir()
     run.lines.evaluations.append({"step": 0, "at_s": 1.0, "count": 3})
-    HeldOut(run.folder, (), 2, run.evaluations.append, run.messages.append)
+    HeldOut(run.folder, (), 2, run.evaluations.append, lambda version, line: None)
     assert [run.unfinished(step) for step in range(4)] == [(), (), (2,), (3,)]
     assert [run.unfinished(1, 0), run.unfinished(3, 2)] == [(), (2, 3)]
     assert not left_over.exists()
@@ -309,7 +316,7 @@ def scores_held_out(job: Job) -> bool:
 
 def test_an_initial_evaluation_that_fails_ends_the_run_with_its_reason(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path, lambda job: "no reader" if scores_held_out(job) else None)
-    with pytest.raises(ConfigError, match=r"^no reader$"):
+    with pytest.raises(ConfigError, match=r"evaluation of the initial policy .*no reader.*evaluation=off"):
         run.drive()
     assert not run.run.transport.jobs(Commit)
 
@@ -321,8 +328,22 @@ def test_a_later_evaluation_that_fails_is_reported_and_the_run_continues(tmp_pat
     run = RecordedRun(tmp_path, fails)
     assert run.drive().finished
     assert [each.steps_done for each in run.evaluations] == [0]
-    for message, step in zip(run.messages, (2, 3), strict=True):
-        assert "server is away" in message and str(step) in message
+    assert list(run.failed) == [2, 3]
+    for version, line in run.failed.items():
+        assert "server is away" in line and str(version) in line
+        assert ("--resume" in line) == (version == 3), "only the last checkpoint is still there to be evaluated"
+
+
+@pytest.mark.parametrize(("version", "ends"), [(2, False), (3, True)])
+def test_a_failed_evaluation_ends_a_resumed_run_only_if_that_has_nothing_else_to_do(
+    tmp_path: Path, version: int, ends: bool
+) -> None:
+    run, job = RecordedRun(tmp_path), Score(0, 0, HeldOutChunk(version, 0), scorer=0)
+    failure = JobFailed(1, job, "server is away", user_error=True)
+    state = replace(initial_state_of(steps=3), committed=version)
+    with pytest.raises(ConfigError, match="--resume") if ends else nullcontext():
+        run.held_out_of(version).observe(failure, [AbandonEvaluation(version, failure.reason)], state)
+    assert (version in run.failed) != ends
 
 
 # --- Lanes in run.json -------------------------------------------------------------------------------------------
@@ -461,6 +482,22 @@ def test_damaged_logs_are_mended_before_a_run_resumes(tmp_path: Path) -> None:
     lines.truncate(kept_positions(folder, mended.position))
     lines.close()
     assert (folder.journal.read_bytes(), folder.metrics.read_bytes()) == (b'{"a":0}\n', b"")
+
+
+def test_lines_that_are_no_metrics_are_set_aside_before_a_run_resumes(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    told: list[str] = []
+    folder.metrics.write_text('{"step":0}\n{"step":"one"}\n')
+    folder.evaluations.write_text('{"steps_done":0}\n{"step":1,"count":3}\n')
+    sizes = {"metrics": folder.metrics.stat().st_size, "evaluations": folder.evaluations.stat().st_size}
+    write_checkpoint(folder, 1, positions={"journal": 0, "spans": 0, **sizes})
+    found = find_resume_point(folder)
+    assert found is not None
+    mended = mend_logs(folder, found, told.append)
+    assert [line.partition(":")[0] for line in told] == [str(folder.metrics), str(folder.evaluations)]
+    ends = kept_positions(folder, mended.position)
+    assert [step.step for step in read_steps(folder.metrics, ends["metrics"])] == [0]
+    assert [each.steps_done for each in read_evaluations(folder.evaluations, ends["evaluations"])] == [1]
 
 
 def test_damaged_and_foreign_checkpoints_are_reported_in_one_line(tmp_path: Path) -> None:

@@ -132,6 +132,30 @@ def test_a_line_without_a_step_is_an_error(tmp_path: Path) -> None:
         read_run(folder)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": None},
+        {"step": -1},
+        {"count": "three"},
+        {"at_s": 10**400},
+        {"reward_mean": [0.5]},
+        {"grid": ["a.png"]},
+        {"grid": "\0.png"},
+        {"grid": "long" * 100},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_evaluation_with_an_impossible_value_is_an_error_with_its_line(
+    tmp_path: Path, change: dict[str, Any]
+) -> None:
+    first, second = evaluation_rows()
+    folder = write_run(tmp_path / "run", evaluations=[first, {**second, **change}])
+    with pytest.raises(ConfigError, match=rf"evaluations.jsonl, line 2: '{next(iter(change))}'") as caught:
+        read_run(folder)
+    assert "\n" not in str(caught.value)
+
+
 def test_an_evaluation_whose_grid_is_missing_keeps_its_values(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "samples" / "step_000000.png").unlink()

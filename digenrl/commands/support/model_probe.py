@@ -5,6 +5,7 @@ Shape legend: B = 1 sample, L = latents in the layout of the family's transforme
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,8 @@ def _denoised_by_diffusers(
     negative = blueprint.recipe.model.negative_prompt or ""
     with without_progress_bars():
         pipeline = plain_pipeline(model)
+        if images and family.kind == "image":  # pipelines that edit encode sources in the model's dtype
+            pipeline.vae = deepcopy(model.vae).to(model.dtype)
         model.prepare_pipeline(pipeline, blueprint.guidance, size)
         latents_BL: Tensor = pipeline(
             prompt=[prompt],

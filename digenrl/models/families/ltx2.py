@@ -19,6 +19,7 @@ from diffusers import (
 )
 from torch import Tensor
 
+from digenrl.config.reading import ConfigError
 from digenrl.models.contract import SampleSize, Schedule, Text
 from digenrl.models.families.parts.comfyui_layers import LTX_2_LAYERS
 from digenrl.models.families.parts.helpers import (
@@ -168,9 +169,10 @@ class LTX2Model(TwoBranchModel):
 
     def _grid(self, size: SampleSize) -> tuple[int, int, int]:
         pipeline = self.pipeline
-        return latent_frames_height_width(
-            size, pipeline.vae_temporal_compression_ratio, pipeline.vae_spatial_compression_ratio, patch=1
-        )
+        pixels = pipeline.vae_spatial_compression_ratio
+        if min(size.height, size.width) == pixels:  # padding by reflection needs a second latent
+            raise ConfigError(f"height and width must be at least {2 * pixels}, got {size.height} x {size.width}")
+        return latent_frames_height_width(size, pipeline.vae_temporal_compression_ratio, pixels, patch=1)
 
 
 SCHEDULER = Component(

@@ -9,6 +9,7 @@ from digenrl.config.recipes.prompts import PromptSettings
 from digenrl.config.rewards.base import RewardSettings, source_image_key
 from digenrl.models.family import Family, SourceCount
 from digenrl.models.registry import FAMILIES
+from digenrl.prompts.checks import is_absent
 from digenrl.prompts.source_images import check_images, check_named_images
 from digenrl.prompts.sources import Prompt, read_prompts
 from digenrl.worker.blueprint import Blueprint, source_of
@@ -16,13 +17,19 @@ from digenrl.worker.blueprint import Blueprint, source_of
 IN_FILES = "give their paths in the column `image` of a .jsonl or .parquet file, or in prompts.image_column"
 
 
-def check_sources(blueprint: Blueprint) -> None:
-    """Raises ConfigError if prompts lack source images, have too many, or have some that cannot be read."""
+def check_sources(blueprint: Blueprint, *, may_be_absent: bool = False) -> tuple[Prompt, ...]:
+    """Raises ConfigError if prompts lack source images, have too many, or have some that cannot be read.
+
+    Returns all prompts. Files that `may_be_absent` are checked only if they exist.
+    """
     recipe, family, evaluation = blueprint.recipe, blueprint.family, blueprint.recipe.evaluation
     settings: list[tuple[PromptSettings, Sequence[RewardSettings]]] = [(recipe.prompts, recipe.rewards)]
     if evaluation is not None:
         settings.append((evaluation.prompts, recipe.held_out_rewards))
+    found: list[Prompt] = []
     for each, rewards in settings:
+        if may_be_absent and is_absent(each):
+            continue
         prompts = read_prompts(each)
         column = each.image_column
         how = IN_FILES if column is None else f"give their paths in the column `{column}` (prompts.image_column)"
@@ -32,6 +39,8 @@ def check_sources(blueprint: Blueprint) -> None:
         key = source_image_key(rewards) if without else None
         if key is not None and not recipe.topology.uses_ray:  # reward lanes of a cluster may have other files
             check_named_images(without, key, each)
+        found += prompts
+    return tuple(found)
 
 
 def sources_of(blueprint: Blueprint) -> SourceCount:

@@ -67,6 +67,9 @@ class UNetModel(PipelineModel):
         """DDIM whose last step ends at the data."""
         return DdimSteps.from_config(self.pipeline.scheduler.config, set_alpha_to_one=True, clip_sample=False)
 
+    def sample_arguments(self, latents_BL: Tensor, size: SampleSize) -> dict[str, Any]:
+        return super().sample_arguments(latents_BL.to(self.dtype), size)  # the pipelines do not cast them
+
     def schedule(self, steps: int, size: SampleSize) -> Schedule:
         """The noise levels of DDIM's timesteps, and 0."""
         scheduler = self.pipeline_scheduler()

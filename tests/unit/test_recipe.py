@@ -159,6 +159,36 @@ def test_cards_that_compute_samples_together_do_nothing_alone(
     assert caught.value.where == where
 
 
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"lanes": {"cards": 4}, "mode": "local"}, "lanes.cards"),
+        ({"lanes": {"cards": 4, "generators": 2}}, "lanes.cards"),
+        ({"lanes": {"cards": 4, "generators": ["cuda:0", "cuda:1"]}}, "lanes.cards"),
+        ({"lanes": {"cards": 4}, "techniques": {"assist": "trainer"}}, "lanes.cards"),
+        ({"lanes": {"cards": 4}, "techniques": {"assist": False}}, "lanes.cards"),
+        ({"lanes": {"cards": 4}, "techniques": {"tag": "none"}}, "lanes.cards"),
+        ({"lanes": {"cards": 4}, "techniques": {"tag": False}}, "lanes.cards"),
+        ({"lanes": {"cards": 4}, "techniques": [1]}, "techniques"),
+        ({"lanes": {"cards": 4}, "techniques": None}, "techniques"),
+        ({"lanes": {"cards": 20_000}}, "lanes.cards"),
+    ],
+)
+def test_several_cards_contradict_other_settings_of_lanes(changes: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_model(Recipe, {**SMALLEST, "mode": "colocated", **changes})
+    assert caught.value.where == where and "19999" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cards", [4, 4.0, "4"])
+@pytest.mark.parametrize("lanes", [{}, {"generators": 3}, {"generators": ["cuda:1", "cuda:2", "cuda:3"]}])
+def test_several_cards_are_a_trainer_and_generators(cards: object, lanes: dict[str, Any]) -> None:
+    recipe = parse_model(Recipe, {**SMALLEST, "mode": "colocated", "lanes": {"cards": cards, **lanes}})
+    generators: Any = lanes.get("generators", 3)
+    expected = generators if isinstance(generators, int) else tuple(generators)
+    assert recipe.shares_work and (recipe.lanes.generators, recipe.lanes.rewards) == (expected, 0)
+
+
 def test_a_reward_of_groups_needs_slices_of_whole_groups_and_is_not_for_evaluations() -> None:
     grouped = {**SMALLEST, "rewards": {"name": "my.module:rank", "scores": "groups"}}
     for size in ("auto", 2):

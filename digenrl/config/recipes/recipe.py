@@ -33,6 +33,7 @@ from digenrl.config.recipes.attention import fixed_kernels
 from digenrl.config.recipes.base_precision import UNQUANTIZED, BasePrecision, EncoderPrecision
 from digenrl.config.recipes.cards import cards_as_lanes
 from digenrl.config.recipes.cluster import ClusterSettings
+from digenrl.config.recipes.conflicts import check_mode
 from digenrl.config.recipes.paths import RANDOM
 from digenrl.config.recipes.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.recipes.topology import TOPOLOGIES, Mode, Topology
@@ -432,6 +433,7 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Recipe:
+        check_mode(self)
         if self.techniques.assist == "both":
             self._check_shared_work()
         if self.model.base != UNQUANTIZED and self.training.lora is None:

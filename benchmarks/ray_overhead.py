@@ -59,7 +59,7 @@ def settings(mode: str, slice_size: int, steps: int, prompts: int) -> Recipe:
         sample={"height": 32, "width": 64, "denoising_steps": 8},
         training={"learning_rate": 1e-6, "pack_size": 16, "lora": {"rank": 8, "alpha": 16}},
         techniques={"tag": "none"},
-        cluster={"address": "local"},
+        cluster={"address": "local"} if mode == "ray" else {},
         lanes={"device": "cpu", "rewards": 1, "threads": 1, "generators": 1},
     )
 

@@ -302,9 +302,8 @@ def build_abacus(assignment: Assignment, exchange: Exchange, rendezvous: str) ->
 def cluster_recipe(**changes: Any) -> Recipe:
     """A recipe of mode ray with LoRA, as far as a transport reads it."""
     training = {"lora": {"rank": 2, "alpha": 4}}
-    return fake_recipe(
-        **{"mode": "ray", "lanes": {"generators": 1, "device": "cpu"}, "training": training} | changes
-    )
+    lanes = {"generators": 1, **changes.pop("lanes", {"device": "cpu"})}
+    return fake_recipe(**{"mode": "ray", "lanes": lanes, "training": training} | changes)
 
 
 def wait_for(transport: Transport, count: int, timeout_s: float = 120.0) -> list[Message]:

@@ -13,6 +13,7 @@ from typing import Any
 from digenrl.chaos.faults import KINDS, NS, Fault, Targets, draw_faults
 from digenrl.chaos.themes import PLAIN, Theme, draw_theme
 from digenrl.config.reading import parse_model
+from digenrl.config.recipes.cluster import ClusterGeneratorPool, ClusterSettings
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.placement import place
 from digenrl.worker.assignment import Machine, Workers
@@ -137,7 +138,7 @@ def _small_recipe(dice: Random, theme: Theme) -> dict[str, Any]:
             content["algorithm"] = {"name": "flow_grpo", "options": {"updates_per_batch": 2}}
     wide = theme.wide_slices or dice.random() < 0.8
     if mode == "local" and not both and group % (2 * slice_size) == 0 and wide:
-        content["cluster"] = {"generators": [{"name": "wide", "slice": 2 * slice_size}]}
+        content["pool"] = {"name": "wide", "slice": 2 * slice_size}
     if theme.evaluates or dice.random() < 0.3:
         every = 1 if theme.evaluates else dice.randint(1, 3)
         content["evaluation"] = {"prompts": {"path": "held_out.txt"}, "every": every, "batch": 1}
@@ -182,7 +183,12 @@ def _recipe(
 
 @lru_cache(maxsize=4096)
 def _parsed(content: str) -> Recipe:
-    return parse_model(Recipe, json.loads(content))
+    """The recipe, with its pool, if any: simulated workers have pools in mode local, too."""
+    settings = json.loads(content)
+    pool = settings.pop("pool", None)
+    recipe = parse_model(Recipe, settings)
+    pools = () if pool is None else (parse_model(ClusterGeneratorPool, pool),)
+    return recipe.model_copy(update={"cluster": ClusterSettings(generators=pools)})
 
 
 def _in_pool(workers: Workers) -> Workers:

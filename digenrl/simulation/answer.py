@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from digenrl.config.spec import Spec
+from digenrl.simulation.shared_work import MOST_AT_ONCE
 from digenrl.simulation.spec_costs import best_rate
 
 BISECTIONS = 100  # as many as a float has use for
@@ -32,16 +33,16 @@ def bound_seconds(spec: Spec) -> float:
     """A lower bound of the makespan: work is divisible without limit, and staleness is unrestricted."""
     if spec.shares_work:
         return _bound_if_lanes_do_both(spec)
-    sizes = spec.slice_sizes()
     generator_rate = sum(
-        (pool.count * best_rate(pool.seconds, sizes) for pool in spec.generators), start=Fraction(0)
+        (pool.count * best_rate(pool.seconds, _sizes(spec, pool.slice)) for pool in spec.generators),
+        start=Fraction(0),
     )
     lanes = sum(pool.count for pool in spec.generators)
     samples = spec.steps * spec.prompts * spec.samples_per_prompt
     training = samples * Fraction(spec.trainer.seconds_per_sample)
     commits = spec.steps * Fraction(spec.trainer.commit)
     helper = spec.trainer.helper
-    helper_rate = helper.lanes * best_rate(helper.seconds, sizes) if helper else Fraction(0)
+    helper_rate = helper.lanes * best_rate(helper.seconds, _sizes(spec)) if helper else Fraction(0)
     if spec.policy.colocated:
         assert helper is not None, "a colocated SPEC has a helper"
         share = Fraction(helper.lanes, helper.lanes + lanes)
@@ -87,19 +88,31 @@ def _bound_if_lanes_do_both(spec: Spec) -> float:
 
 
 def _card_classes(spec: Spec) -> list[_CardClass]:
-    sizes, helper = spec.slice_sizes(), spec.trainer.helper
+    helper = spec.trainer.helper
     assert helper is not None, "a SPEC whose lanes do both has a helper"
     classes = [
         _CardClass(
             pool.count,
-            float(best_rate(pool.seconds, sizes)),
+            float(best_rate(pool.seconds, _sizes(spec, pool.slice))),
             float(1 / Fraction(pool.train_seconds)) if pool.train_seconds else 0.0,
         )
         for pool in spec.generators
     ]
     alone = Fraction(spec.trainer.seconds_per_sample) * helper.lanes
     lost = float(spec.steps * (Fraction(spec.trainer.reduce) + Fraction(spec.trainer.commit)))
-    return [*classes, _CardClass(helper.lanes, float(best_rate(helper.seconds, sizes)), float(1 / alone), lost)]
+    generating = float(best_rate(helper.seconds, _sizes(spec)))
+    return [*classes, _CardClass(helper.lanes, generating, float(1 / alone), lost)]
+
+
+def _sizes(spec: Spec, pool_slice: int | None = None) -> tuple[int, ...]:
+    """How many samples a lane may generate together, at some slice size of the SPEC.
+
+    A pool with its own slice takes what is left of a group, and with `slice: auto` lanes that do both take any
+    number up to a limit. These need not divide a group.
+    """
+    unit = 1 if spec.slice == "auto" else spec.slice
+    at_once = min(MOST_AT_ONCE, spec.samples_per_prompt) if spec.shares_work and spec.slice == "auto" else unit
+    return tuple({*spec.slice_sizes(), *range(unit, (pool_slice or at_once) + 1, unit)})
 
 
 def _generating_over_training(card: _CardClass) -> float:

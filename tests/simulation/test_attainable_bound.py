@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_specs import both_contents
 
+from digenrl.config.generator_pools import slice_sizes
 from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.scheduling import SharedWorkRule
 from digenrl.simulation.answer import bound_seconds
 from digenrl.simulation.both_directions import initial_shared_state
 from digenrl.simulation.makespan import predict_makespan
+from digenrl.simulation.simulator import simulate
 from digenrl.simulation.spec_costs import NS_PER_SECOND
 from digenrl.simulation.step_forecast import lane_times
 
@@ -119,11 +121,45 @@ def test_no_schedule_is_faster_than_the_bound(spec: Spec) -> None:
     assert attainable_seconds(spec) <= BestStep(spec).seconds() * (1 + 1e-9)
 
 
+@st.composite
+def specs_with_any_slice(draw: st.DrawFn) -> Spec:
+    content = draw(both_contents(helps=("greedy", "search")))
+    group = content["samples_per_prompt"]
+    content["slice"] = draw(st.sampled_from([*slice_sizes(group), "auto"]))
+    return parse_model(Spec, content)
+
+
 @settings(max_examples=10, deadline=None)
-@given(both_contents(helps=("greedy", "search")))
-def test_no_simulated_run_is_faster_than_the_bound(content: dict[str, Any]) -> None:
-    spec = parse_model(Spec, content)
+@given(specs_with_any_slice())
+def test_no_simulated_run_is_faster_than_the_bound(spec: Spec) -> None:
     assert attainable_seconds(spec) <= predict_makespan(spec) * (1 + 1e-9)
+    assert simulate(spec).answer.efficiency <= 1 + 1e-9
+
+
+SIX_IS_FASTEST = {1: 0.5, 2: 0.7, 3: 0.9, 4: 1.4, 6: 1.5, 8: 2.9}
+THREE_IS_FASTEST = {1: 9, 2: 10, 3: 1, 4: 9}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {  # lanes take any number of samples
+            "samples_per_prompt": 8,
+            "slice": "auto",
+            "generators": [{"seconds": SIX_IS_FASTEST, "train_seconds": 0.01}],
+            "trainer": {"seconds_per_sample": 0.01, "helper": {"seconds": {1: 50}}},
+        },
+        {  # one pool takes what the other leaves of a group
+            "samples_per_prompt": 4,
+            "generators": [{"seconds": {1: 1}}, {"name": "second", "seconds": THREE_IS_FASTEST, "slice": 4}],
+            "trainer": {"seconds_per_sample": 0.01},
+            "policy": {},
+        },
+    ],
+    ids=["any number", "rest of a group"],
+)
+def test_the_bound_counts_numbers_of_samples_that_do_not_divide_a_group(changes: dict[str, Any]) -> None:
+    assert simulate(parse_model(Spec, {**TWO_CARDS, **changes})).answer.efficiency <= 1 + 1e-9
 
 
 @pytest.mark.parametrize(

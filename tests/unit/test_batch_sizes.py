@@ -129,7 +129,7 @@ def test_on_gpus_every_lane_generates_the_chosen_size_before_the_run() -> None:
     assert run.generated_sizes() == {"generator-0": [1, 4, settled], "trainer": [1, 4, settled]}
     assert [seconds[settled] for seconds in calibration.slices] == [10.0 + settled / 100] * 2
     pools = [{"name": "large", "slice": 6}]
-    run = FakeDriver(CARDS, mode="local", batch=batch(12, 2), cluster={"generators": pools})
+    run = FakeDriver(CARDS, mode="ray", batch=batch(12, 2), cluster={"generators": pools})
     run.stores.workers = replace(
         run.stores.workers, generators=tuple(replace(each, pool="large") for each in run.stores.workers.generators)
     )

@@ -161,11 +161,6 @@ def test_an_error_names_what_is_missing_and_what_the_cluster_has(pool: dict[str,
     assert "\n" not in str(raised.value)
 
 
-def test_device_names_are_rejected_on_a_cluster() -> None:
-    with pytest.raises(ConfigError, match=r"lanes.generators: \[cpu, cpu\] names devices"):
-        place_on_cluster(cluster_recipe(lanes={"generators": ["cpu", "cpu"]}), MIXED)
-
-
 def test_scarce_machines_are_kept_for_workers_that_need_them() -> None:
     small, large = node("small", CPU=1, GPU=1), node("large", CPU=2, disk=1)
     cluster = ClusterResources((small, large))

@@ -106,7 +106,6 @@ def test_booleans_are_neither_numbers_nor_words(key: str, value: object, noun: s
         ("sample.shift", 0, "sample.shift", "greater than 0"),
         ("algorithm.name", "flow_gpro", "algorithm.name", "'flow_grpo'"),
         ("algorithm.options", {"clip": 0}, "algorithm.options.clip", "greater than 0"),
-        ("cluster.generators", [{"slice": 3}], "cluster.generators[0].slice", "1, 2, 4"),
         ("prompts.path", 3, "prompts.path", "path"),
         ("name", "a/b", "name", "pattern"),
         ("name", "two\nlines", "name", "pattern"),
@@ -156,6 +155,59 @@ def test_cards_that_compute_samples_together_do_nothing_alone(
 ) -> None:
     with pytest.raises(ConfigError, match=noun) as caught:
         parse_model(Recipe, {**SMALLEST, **changes})
+    assert caught.value.where == where
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"lanes": {"cards": 4}, "mode": "local"}, "lanes.cards"),
+        ({"lanes": {"cards": 4, "generators": 2}}, "lanes.cards"),
+        ({"lanes": {"cards": 4, "generators": ["cuda:0", "cuda:1"]}}, "lanes.cards"),
+        ({"lanes": {"cards": 4}, "techniques": {"assist": "trainer"}}, "lanes.cards"),
+        ({"lanes": {"cards": 4}, "techniques": {"assist": False}}, "lanes.cards"),
+        ({"lanes": {"cards": 4}, "techniques": {"tag": "none"}}, "lanes.cards"),
+        ({"lanes": {"cards": 4}, "techniques": {"tag": False}}, "lanes.cards"),
+        ({"lanes": {"cards": 4}, "techniques": [1]}, "techniques"),
+        ({"lanes": {"cards": 4}, "techniques": None}, "techniques"),
+        ({"lanes": {"cards": 20_000}}, "lanes.cards"),
+    ],
+)
+def test_several_cards_contradict_other_settings_of_lanes(changes: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_model(Recipe, {**SMALLEST, "mode": "colocated", **changes})
+    assert caught.value.where == where and "19999" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cards", [4, 4.0, "4"])
+@pytest.mark.parametrize("lanes", [{}, {"generators": 3}, {"generators": ["cuda:1", "cuda:2", "cuda:3"]}])
+def test_several_cards_are_a_trainer_and_generators(cards: object, lanes: dict[str, Any]) -> None:
+    recipe = parse_model(Recipe, {**SMALLEST, "mode": "colocated", "lanes": {"cards": cards, **lanes}})
+    generators: Any = lanes.get("generators", 3)
+    expected = generators if isinstance(generators, int) else tuple(generators)
+    assert recipe.shares_work and (recipe.lanes.generators, recipe.lanes.rewards) == (expected, 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "value", "where"),
+    [
+        ("local", "cluster.generators", [{"slice": 2}], "cluster.generators"),
+        ("local", "cluster.trainer", {"accelerator": "H100"}, "cluster.trainer"),
+        ("local", "cluster.rewards", {"gpus": 0.5}, "cluster.rewards"),
+        ("local", "cluster.address", "10.0.0.1:6379", "cluster.address"),
+        ("colocated", "cluster.encoder", {"gpus": 1}, "cluster.encoder"),
+        ("colocated", "cluster.weight_patches", "never", "cluster.weight_patches"),
+        ("ray", "lanes.generators", ["cpu", "cpu"], "lanes.generators"),
+        ("ray", "lanes.rewards", ["cuda:0"], "lanes.rewards"),
+        ("ray", "lanes.trainer", "cuda:0", "lanes.trainer"),
+        ("ray", "lanes.encoder", "cpu", "lanes.encoder"),
+        ("ray", "lanes.exchange", "folder", "lanes.exchange"),
+        ("ray", "cluster.generators", [{"slice": 3}], "cluster.generators[0].slice"),
+    ],
+)
+def test_settings_of_another_mode_are_refused(mode: str, key: str, value: object, where: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_model(Recipe, {**with_value(key, value), "mode": mode})
     assert caught.value.where == where
 
 

@@ -31,7 +31,9 @@ from digenrl.config.limits import (
 from digenrl.config.reading import ConfigError, Frozen, errors_about
 from digenrl.config.recipes.attention import fixed_kernels
 from digenrl.config.recipes.base_precision import UNQUANTIZED, BasePrecision, EncoderPrecision
+from digenrl.config.recipes.cards import cards_as_lanes
 from digenrl.config.recipes.cluster import ClusterSettings
+from digenrl.config.recipes.conflicts import check_mode
 from digenrl.config.recipes.paths import RANDOM
 from digenrl.config.recipes.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.recipes.topology import TOPOLOGIES, Mode, Topology
@@ -427,26 +429,11 @@ class Recipe(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _several_cards_are_lanes(cls, content: Any) -> Any:
-        lanes = content.get("lanes") if isinstance(content, dict) else None
-        if not isinstance(lanes, dict):
-            return content
-        cards = lanes.get("cards", 1)
-        if not isinstance(cards, int) or cards <= 1 or isinstance(cards, bool):
-            return content
-        if content.get("mode") != "colocated":
-            why = f"{cards} in mode {content.get('mode', 'local')}, which has a trainer and lanes.generators"
-            raise _conflict("lanes.cards", f"{why}; set mode to colocated, or leave it out")
-        own = {key: value for key, value in lanes.items() if key != "cards"}
-        techniques = content.get("techniques") or {}
-        return {
-            **content,
-            "mode": "local",
-            "lanes": {"rewards": 0, **own, "generators": cards - 1},
-            "techniques": {**techniques, "assist": "both"},
-        }
+        return cards_as_lanes(content) if isinstance(content, dict) else content
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Recipe:
+        check_mode(self)
         if self.techniques.assist == "both":
             self._check_shared_work()
         if self.model.base != UNQUANTIZED and self.training.lora is None:

@@ -11,6 +11,7 @@ from digenrl.config.plan_files import work_of
 from digenrl.config.profiles import Profile, ProfiledWork, shown_value
 from digenrl.config.reading import ConfigError, parse_model
 from digenrl.config.recipes.paths import RANDOM
+from digenrl.config.recipes.conflicts import LANES_OF_ONE_MACHINE
 from digenrl.config.recipes.recipe import TERMS_PER_JOB, Recipe
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.facts.cluster import Cluster
@@ -144,7 +145,8 @@ def _shared_training(recipe: Recipe, ranks: int | None) -> tuple[int | None, str
     if ranks is not None and ranks > 1:
         return None, _several_ranks(ranks)
     content = recipe.model_dump()
-    content |= {"mode": "ray", "lanes": {**content["lanes"], "ranks": 1}}
+    lanes = {key: value for key, value in content["lanes"].items() if key not in LANES_OF_ONE_MACHINE}
+    content |= {"mode": "ray", "lanes": {**lanes, "ranks": 1}}
     content["techniques"] = {**content["techniques"], "assist": "both"}
     try:
         return parse_model(Recipe, content).job_samples, ""

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
-from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.cluster import ClusterGeneratorPool, WorkerResources
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.transports.ray.capacity import ClusterResources, ResourceRequest, check_capacity
@@ -60,7 +59,8 @@ def _assign(recipe: Recipe, has_gpus: bool, checkpoint: Path | None, run: Path |
     helps: set[Duty] = makes if recipe.trainer_helps else set()
     shares: set[Duty] = makes | {"train"} if recipe.shares_work else makes
     generators, reserve = _generators(recipe)
-    rewards = _count(recipe.lanes.rewards, "lanes.rewards")
+    rewards = recipe.lanes.rewards
+    assert isinstance(rewards, int), "mode ray has no list of devices"
     cluster, device = recipe.cluster, recipe.lanes.device
     default_gpus = float(device == "cuda" or (device == "auto" and has_gpus))
 
@@ -95,7 +95,9 @@ def _generators(
     """The initial generators and those that may join, each as name and pool, with consecutive numbers."""
     pools = recipe.cluster.generators
     if not pools:
-        pools = (ClusterGeneratorPool(count=_count(recipe.lanes.generators, "lanes.generators")),)
+        count = recipe.lanes.generators
+        assert isinstance(count, int), "mode ray has no list of devices"
+        pools = (ClusterGeneratorPool(count=count),)
     initial = [pool for pool in pools for _ in range(pool.count)]
     later = [pool for pool in pools for _ in range((pool.up_to or pool.count) - pool.count)]
     named = [(f"generator-{index}", pool) for index, pool in enumerate((*initial, *later))]
@@ -115,12 +117,3 @@ def _resources_of(assignment: Assignment) -> tuple[str, WorkerResources]:
     if "encode" in assignment.duties:
         return "cluster.encoder", cluster.encoder
     return "cluster.rewards", cluster.rewards
-
-
-def _count(lanes: int | tuple[str, ...], key: str) -> int:
-    if isinstance(lanes, int):
-        return lanes
-    raise ConfigError(
-        f"{key}: [{', '.join(lanes)}] names devices of one machine; in mode ray give a number, and describe the "
-        "machines in cluster"
-    )

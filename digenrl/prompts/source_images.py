@@ -50,7 +50,7 @@ def decode_images(prompts: Sequence[Prompt], most: int, report: Callable[[int, i
     images = list(reversed(where))[:most]
     for done, image in enumerate(images):
         report(done, len(images))
-        _decoded(_content(image, where[image]), where[image], _named(image))
+        _decoded(_content(image, where[image]), where[image], _image_name(image))
     return len(images)
 
 
@@ -156,7 +156,7 @@ def _content(image: ImageSource, where: str) -> bytes:
 
 
 def _unreadable(image: ImageSource, where: str, error: Exception) -> ConfigError:
-    named = _named(image)
+    named = _image_name(image)
     if isinstance(error, FileNotFoundError):
         relative = "" if where.startswith("--") else "; paths are relative to the file of the prompts"
         return ConfigError(f"{where}: {named} does not exist{relative}")
@@ -165,5 +165,5 @@ def _unreadable(image: ImageSource, where: str, error: Exception) -> ConfigError
     return ConfigError(f"{where}: {named} cannot be read: {one_line(error)}")
 
 
-def _named(image: ImageSource) -> str:
+def _image_name(image: ImageSource) -> str:
     return f"the image {image}" if isinstance(image, Path) else f"an image of {len(image)} bytes"

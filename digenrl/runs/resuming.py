@@ -65,7 +65,7 @@ def find_resume_point(
             notify(str(each))
         return ResumePoint(path, _position(folder, recipe or folder.recipe, path, content))
     if damage:
-        raise damage[0]
+        raise DamagedCheckpointError(f"{damage[0]}; to start over from step 0, resume with --restart")
     return None
 
 

@@ -157,6 +157,7 @@ def test_another_window_or_algorithm_replaces_all_settings_of_the_old_one(recipe
         ("algorithm.options.clpi=1", "'clip'"),
         ("sample.window={kind: fsat}", "'fast'"),
         ("prompts.path=demo/trin.txt", "'demo/train.txt'"),
+        ("prompts.path=prompts", "must end in .txt, .jsonl, .parquet"),
         ("cluster.trainer.labels.zone=1", "should be a string"),
         ("cluster.address=head", "HOST:PORT"),
         ("cluster.address=ray://head:10001", "HOST:PORT"),

@@ -449,6 +449,14 @@ def test_the_newest_whole_checkpoint_is_taken_and_damage_is_told_in_one_line(dam
     assert "step_000002" in line and "\n" not in line
 
 
+def test_a_run_whose_only_checkpoint_is_damaged_can_start_over(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    write_checkpoint(folder, 3)
+    (folder.checkpoint(3) / STATE_FILE).unlink()
+    with pytest.raises(ConfigError, match=r"step_000003: .*--restart"):
+        find_resume_point(folder)
+
+
 def test_steps_are_never_discarded_without_being_asked_to(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     folder.metrics.write_text('{"step":0}\n')

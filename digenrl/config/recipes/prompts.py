@@ -41,6 +41,10 @@ class PromptSettings(Frozen):
     @classmethod
     def _has_a_known_format(cls, path: Path | None) -> Path | None:
         if path is not None and path.suffix not in PROMPT_FORMATS:
+            if not path.suffix:
+                raise ValueError(
+                    f"{path}: is not a file of prompts; its name must end in {', '.join(PROMPT_FORMATS)}"
+                )
             known = nearest(path.suffix, list(PROMPT_FORMATS))
             raise ValueError(f"{path}: cannot read prompts from a '{path.suffix}' file; {known}")
         return path

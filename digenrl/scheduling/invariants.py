@@ -133,6 +133,7 @@ class Auditor:
         # Quarantined groups of committed steps of which something is still being generated or scored.
         self._outliving: dict[tuple[int, int], _GroupBook] = {}
         self._sampled: set[HeldOutChunk] = set()
+        self._scored_chunks: set[HeldOutChunk] = set()
         self._committed = initial.committed
         self._role = "generate" if initial.terms.colocated else "train"
         self.trained_samples = 0
@@ -218,6 +219,8 @@ class Auditor:
             del self._lane_jobs[job.lane]
             _promise(job.chunk not in self._sampled, "1: {} was sampled twice", job.chunk)
             self._sampled.add(job.chunk)
+            if not self._terms.scorers:
+                self._scored_chunks.add(job.chunk)
 
     def _calibrated(self, event: Calibrated) -> None:
         if self._lane_jobs.get(event.job.lane) == event.job:
@@ -322,6 +325,7 @@ class Auditor:
             if group.generating or group.being_scored:
                 _promise(group.retired, "1: work on group {} outlives the commit of step {}", index, step)
                 self._outliving[step, index] = group
+        self._forget_old()
         for lane in self._lane_version:
             if lane in self._helpers or self._terms.colocated:
                 self._lane_version[lane] = self._committed
@@ -476,6 +480,17 @@ class Auditor:
         self._held_gradients.clear()
         self._sent_gradients.clear()
 
+    def _forget_old(self) -> None:
+        """Drops hedged slices of committed steps, and scored chunks of earlier versions."""
+        self._hedged = {
+            piece
+            for piece in self._hedged
+            if piece.step >= self._committed or (piece.step, piece.group) in self._outliving
+        }
+        old = {chunk for chunk in self._scored_chunks if chunk.version < self._committed}
+        self._sampled -= old
+        self._scored_chunks -= old
+
     def _forget_training(self) -> None:
         for group in self._steps.get(self._committed, _StepBook()).groups.values():
             group.sent_to_train = group.trained = 0
@@ -522,7 +537,10 @@ class Auditor:
         del self._scores[job.scorer]
         is_void = job.id in self._void_scores
         self._void_scores.discard(job.id)
-        if is_void or not isinstance(job.piece, Slice):
+        if is_void:
+            return
+        if isinstance(job.piece, HeldOutChunk):
+            self._scored_chunks.add(job.piece)
             return
         group, mask = self._group(job.piece), job.piece.mask()
         if failed:

@@ -191,6 +191,7 @@ def _append_folded(
     text: Text, row: FoldedRow, by_name: Mapping[str, Activity], progress: Progress, size: TerminalSize
 ) -> None:
     working = sum(by_name[lane.name].work is not None for lane in row.lanes)
+    pool = row.lanes[0].pool
     shares = [share for lane in row.lanes if (share := progress.busy_share(lane.name)) is not None]
     text.append(f"{f'{len(row.lanes)} more like these, {working} working':<{_ACTIVITY_WIDTH}}", _FAINT)
-    _append_busy(text, sum(shares) / len(shares) if shares else None, row.lanes[0].pool, size)
+    _append_busy(text, sum(shares) / len(shares) if shares else progress.busy_share(pool), pool, size)

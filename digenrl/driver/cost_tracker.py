@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
 
 from digenrl.records import CostsMeasured, LaneOffer
 from digenrl.scheduling import Costs
+
+Value = TypeVar("Value")
 
 REMEMBERED = 20  # measurements of each kind
 NS = 1_000_000_000
@@ -104,22 +106,31 @@ class CostTracker:
             offer = replace(offer, train_sample_ns=Fraction(self._training[lane].typical_ns()))
         return offer
 
-    def measured(self, at_ns: int) -> CostsMeasured:
-        """All costs, as an event for the scheduler."""
+    def measured(self, at_ns: int, present: Collection[int]) -> CostsMeasured:
+        """All costs, as an event for the scheduler; of lanes, those that are present."""
         typical: dict[str, Any] = {f"{kind}_ns": recent.typical_ns() for kind, recent in self._kinds.items()}
         typical["train_sample_ns"] = Fraction(typical["train_sample_ns"])
-        lanes = tuple((lane, recent.typical_ns()) for lane, recent in sorted(self._slice.items()))
-        trains = tuple((lane, Fraction(recent.typical_ns())) for lane, recent in sorted(self._training.items()))
+        lanes = tuple((lane, recent.typical_ns()) for lane, recent in _of(present, self._slice))
+        trains = tuple((lane, Fraction(recent.typical_ns())) for lane, recent in _of(present, self._training))
         return CostsMeasured(
-            at_ns, **typical, lane_slice_ns=lanes, lane_train_ns=trains, lane_publish_ns=self._lane_publish_ns()
+            at_ns,
+            **typical,
+            lane_slice_ns=lanes,
+            lane_train_ns=trains,
+            lane_publish_ns=self._lane_publish_ns(present),
         )
 
-    def _lane_publish_ns(self) -> tuple[tuple[int, int], ...]:
+    def _lane_publish_ns(self, present: Collection[int]) -> tuple[tuple[int, int], ...]:
         """The typical time of each lane's pool; of no lane if there is only one pool."""
         if len(self._publications) < 2:
             return ()
         typical = {pool: recent.typical_ns() for pool, recent in self._publications.items()}
-        return tuple((lane, typical[pool]) for lane, pool in sorted(self._pools.items()))
+        return tuple((lane, typical[pool]) for lane, pool in _of(present, self._pools))
+
+
+def _of(lanes: Collection[int], values: Mapping[int, Value]) -> list[tuple[int, Value]]:
+    """The values of these lanes, in their order."""
+    return [(lane, values[lane]) for lane in sorted(lanes) if lane in values]
 
 
 def _training(offer: LaneOffer) -> _Recent:

@@ -318,7 +318,7 @@ class Dispatcher:
         if isinstance(job, Encode):
             self._report_not_encoded(job)
         if isinstance(result, Committed) and self.stores.costs is not None:
-            self._events.append(self.stores.costs.measured(self._now_ns))
+            self._events.append(self.stores.costs.measured(self._now_ns, self.stores.lanes.present))
 
     def _drop_parked_evaluation(self, version: int) -> None:
         """Frees the lanes of an abandoned evaluation that still wait for prompts; they may load other weights."""

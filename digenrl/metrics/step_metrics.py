@@ -121,7 +121,7 @@ class StepMetrics:
 
 def _open_spans(state: SchedulerState, now_ns: int) -> Iterator[Span]:
     """The current work of generators and scorers, up to now; at a commit the trainer has none."""
-    for lane in state.lanes:
+    for lane in state.present_lanes:
         if lane.job is not None:
             work = lane_work(lane.job, helps=lane.helper and not state.terms.colocated)
             yield Span(lane.name, work, lane.job.issued_ns, now_ns, state.committed)

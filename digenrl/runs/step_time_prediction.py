@@ -44,7 +44,7 @@ def predicted_step_s(state: SchedulerState) -> float:
         evaluate_every=1 if state.terms.evaluate_every == 1 else 0,
         save_every=1 if state.terms.save_every == 1 else 0,
     )
-    present = [lane for lane in state.lanes if lane.present and lane.calibrated]
+    present = [lane for lane in state.present_lanes if lane.calibrated]
     offers = [(lane.offer, lane.helper) for lane in present]
     prediction = predict(
         terms,

@@ -63,9 +63,7 @@ class _Allocation:
                 (self._ready if is_now else self._later).append(unit)
         self._leaves_to_faster = self._rule.leaves_to_faster
         self._jobs: dict[int, Generate | Train] = {}
-        self._lanes = [
-            lane for lane in state.lanes if lane.present and lane.calibrated and is_available(state, lane)
-        ]
+        self._lanes = [lane for lane in state.present_lanes if lane.calibrated and is_available(state, lane)]
         self._free_ns = {lane.index: max(at_ns, lane.ends_ns) if lane.job else at_ns for lane in self._lanes}
         self._waited_for = list(self._lanes)
         # By role and size: when each lane would finish such a piece, if it were its next, and the lane's index.
@@ -266,7 +264,7 @@ class _Allocation:
     def _next_complete_group_ns(self) -> int:
         """When the next group of the current step is expected to be complete, if all of it is under way."""
         step, complete_ns = self._state.current, dict[int, int]()
-        for lane in self._state.lanes:
+        for lane in self._state.present_lanes:
             job = self._jobs.get(lane.index, lane.job)
             if isinstance(job, Generate) and job.slice.step == step.index:
                 end_ns = self._free_ns.get(lane.index, self._at_ns)
@@ -277,7 +275,7 @@ class _Allocation:
         """A lower bound of when the current step can be committed."""
         state, latest_ns = self._state, self._at_ns
         step = state.current
-        for lane in state.lanes:
+        for lane in state.present_lanes:
             job = self._jobs.get(lane.index, lane.job)
             if isinstance(job, Generate | Train) and job.slice.step == step.index:
                 latest_ns = max(latest_ns, self._free_ns.get(lane.index, self._at_ns))

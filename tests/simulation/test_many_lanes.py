@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
-from digenrl.records import LaneOffer, Tick
-from digenrl.scheduling import Costs, SchedulerState, SharedWorkRule, Terms, initial_state
+from digenrl.records import LaneOffer, Tick, WorkerJoined, WorkerLost
+from digenrl.scheduling import Costs, SchedulerState, SharedWorkRule, Terms, decide, initial_state
 from digenrl.scheduling.state import ReadyUnit
 from simulation.test_long_runs import CallCounter
 
 SECOND = 1_000_000_000
+
+
+def losing_lanes(state: SchedulerState, lanes: int) -> SchedulerState:
+    """The state after so many lanes have joined and left."""
+    for number in range(lanes):
+        state, _ = decide(state, WorkerJoined(0, LaneOffer(f"lost-{number}", SECOND)))
+        state, _ = decide(state, WorkerLost(0, len(state.lanes) - 1))
+    return state
 
 
 def calls_of_tick(state: SchedulerState) -> int:
@@ -58,3 +67,14 @@ def test_handing_out_training_does_not_compare_all_that_is_ready() -> None:
         step = replace(state.current, ready=ready, cursor=terms.slices_per_step)
         calls.append(calls_of_tick(replace(state, terms=terms, steps=(step, *state.steps[1:]))))
     assert calls[1] <= 12 * calls[0]
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"dispatch": "earliest_finish"}, {"hedge_after": 2.0}, {"assist": "both"}], ids=str
+)
+def test_lanes_that_were_lost_are_not_looked_at_in_a_tick(changes: dict[str, Any]) -> None:
+    state = shared_run(8, 8, SharedWorkRule())
+    terms = replace(state.terms, **{"assist": "trainer", "help": "auto", **changes})
+    offers = [lane.offer for lane in state.lanes]
+    state = initial_state(terms, state.costs, offers[:4], offers[4:])
+    assert calls_of_tick(losing_lanes(state, 300)) == calls_of_tick(losing_lanes(state, 3))

@@ -154,7 +154,10 @@ def _open_update(state: SchedulerState, update: int, at_ns: int) -> SchedulerSta
 
 
 def lose_trainers_gradients(state: SchedulerState, at_ns: int) -> SchedulerState:
-    """The trainer is lost with the sums of its own lanes and, after the first update, with the step's updates."""
+    """Losing the trainer loses its own lanes' gradient sums.
+
+    After the first update of a step, it also loses the step's earlier updates.
+    """
     if not state.steps:
         return state
     step = state.current

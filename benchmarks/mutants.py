@@ -170,7 +170,7 @@ MUTANTS = [
         "any number of stale samples",
         "scheduling.staleness",
         "return stale_budget - stale_so_far if",
-        "return ANY_NUMBER if",
+        "return UNLIMITED if",
     ),
     Mutant("two versions behind", "scheduling.staleness", "if version >= step:", "if version >= step - 2:"),
     Mutant("stale samples not counted", ASSIGN, "if version < self._step.index:", "if False:"),

@@ -16,8 +16,8 @@ from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.telemetry.row_folding import FoldedRow, fold_lanes
 from digenrl.telemetry.styles import fresh_style, percent
 from digenrl.telemetry.trace import Work
+from digenrl.units import NS_PER_SECOND
 
-NS_PER_SECOND = 1_000_000_000
 _FAINT, _STRONG = Style(dim=True), Style(bold=True)
 _BUSY_WIDTH = 12
 _ACTIVITY_WIDTH = 44

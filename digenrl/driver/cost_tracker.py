@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from digenrl.records import CostsMeasured, LaneOffer
 from digenrl.scheduling import Costs
+from digenrl.units import NS_PER_SECOND
 
 Value = TypeVar("Value")
 
 REMEMBERED = 20  # measurements of each kind
-NS = 1_000_000_000
 # The costs besides slices, as fields of Costs and CostsMeasured; "train_sample" and "score" are per sample.
 KINDS = ("train_sample", "commit", "publish", "switch_in", "switch_out", "score", "evaluate", "save", "send")
 OUTLIER = 2  # times the median: what took longer waited for something else
@@ -48,7 +48,7 @@ def timed_offer(
     """
     takes = range(slice_size, own_size + 1, slice_size)
     take_ns = tuple(expected_ns(seconds, size) for size in takes) if own_size > slice_size else ()
-    train_ns = Fraction(max(1, round(train_seconds * NS))) if train_seconds else Fraction(0)
+    train_ns = Fraction(max(1, round(train_seconds * NS_PER_SECOND))) if train_seconds else Fraction(0)
     return LaneOffer(name, expected_ns(seconds, own_size), len(takes), take_ns, train_ns)
 
 
@@ -57,7 +57,7 @@ def expected_ns(seconds: Mapping[int, float], size: int) -> int:
     points = sorted(seconds.items())
     (x0, y0), (x1, y1) = (points[0], points[-1]) if len(points) > 1 else ((0, 0.0), points[0])
     on_the_line = y0 + (y1 - y0) * (size - x0) / (x1 - x0)
-    return max(1, round(max(on_the_line, points[0][1] / 10) * NS))
+    return max(1, round(max(on_the_line, points[0][1] / 10) * NS_PER_SECOND))
 
 
 class CostTracker:

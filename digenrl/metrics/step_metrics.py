@@ -13,8 +13,8 @@ from digenrl.records import Action, Commit, Committed, Event, WorkerJoined, Work
 from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.scheduling import SchedulerState
 from digenrl.telemetry.trace import Span, Work, lane_work
+from digenrl.units import NS_PER_SECOND
 
-NS_PER_SECOND = 1_000_000_000
 BUSY_PREFIX = "busy/"
 _COMPUTED_HERE = {
     *("step", "at_s", "step_s", "version"),

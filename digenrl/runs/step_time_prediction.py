@@ -10,11 +10,11 @@ from statistics import fmean
 from digenrl.records import Action, Committed, CostsMeasured, Event
 from digenrl.scheduling import SchedulerState
 from digenrl.simulation.prediction import predict
+from digenrl.units import NS_PER_SECOND
 
 SIMULATED_STEPS = 6
 STEADY_STEPS = 3  # the last of them, in which the pipeline is full
 FIRST_AT, EVERY = 3, 10  # optimizer steps
-NS_PER_SECOND = 1_000_000_000
 
 
 class StepTimePrediction:

@@ -28,8 +28,8 @@ from digenrl.scheduling.state import (
     is_available,
     put_step,
 )
+from digenrl.units import UNLIMITED
 
-UNLIMITED = 1 << 30  # slices
 LATE = 1.25  # times what a job was expected to take
 
 # --- Decisions -------------------------------------------------------------------------------------------------

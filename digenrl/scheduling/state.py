@@ -34,7 +34,6 @@ from digenrl.scheduling.changes import replace
 from digenrl.scheduling.order import slice_at
 from digenrl.scheduling.terms import Costs, Terms
 
-UNLIMITED = 1 << 30
 NO_VERSION = -2  # older than any step admits
 
 AnyJob = TypeVar("AnyJob", bound=Job)

@@ -48,8 +48,7 @@ CHECK_INTERVAL_S = 0.5  # of heartbeats, start timeouts and free resources
 class RayTransport:
     """Actors by worker name. Their output goes to `logs`, on machines that share this folder.
 
-    `on_transfer` is called for weights that reached workers. `driver_bytes` counts the bytes of all reports, which
-    is all that the driver receives.
+    `on_transfer` is called for weights that reached workers.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class RayTransport:
         self.artifacts = RayArtifactStore(sites, holds_weights=not broadcasts)
         setting = "never" if broadcasts else recipe.cluster.weight_patches
         self._patches = AdapterPatches(setting, self._workers, self.artifacts)
-        self.driver_bytes = 0
         self._checked_s = 0.0  # when all workers were last checked for a sign of life
         self._nodes: tuple[NodeResources, ...] = ()
         self._nodes_seen_s = 0.0
@@ -219,7 +217,6 @@ class RayTransport:
         except ray.exceptions.ObjectLostError as error:
             return self._explain_lost_inputs(call, error)
         report: Report = pickle.loads(pickled)
-        self.driver_bytes += len(pickled)
         worker.ready = True
         if call.job is not None and not isinstance(report, JobFailed | InputsLost):
             for name in (*call.job.writes(), *made_patches(report)):

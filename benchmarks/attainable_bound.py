@@ -26,8 +26,8 @@ from digenrl.scheduling import SchedulerState, SharedWorkRule
 from digenrl.simulation.answer import bound_seconds
 from digenrl.simulation.both_directions import initial_shared_state
 from digenrl.simulation.quotas import Margins, QuotaPlanner, least_time_ns
-from digenrl.simulation.spec_costs import NS_PER_SECOND
 from digenrl.simulation.step_forecast import LaneTimes, lane_times
+from digenrl.units import NS_PER_SECOND
 
 
 class BoundPlanner(QuotaPlanner):

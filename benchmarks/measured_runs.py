@@ -8,7 +8,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: the comparisons
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -23,7 +23,6 @@ from digenrl.records import Action, Event
 from digenrl.run_folder.folder import RunFolder
 from digenrl.runs.training import check_recipe, train
 from digenrl.scheduling import SchedulerState
-from digenrl.transports.contract import Backend
 
 
 @dataclass
@@ -85,11 +84,10 @@ def recipe(**changes: Any) -> Recipe:
     return parse_model(Recipe, content)
 
 
-def run(chosen: Recipe, folder: Path, inspect: Callable[[Backend], None] = lambda backend: None) -> LiveRun:
-    """Runs a recipe to its end. Calls `inspect` with the backend before it is closed."""
+def run(chosen: Recipe, folder: Path) -> LiveRun:
+    """Runs a recipe to its end."""
     log = StepLog()
     backend = check_recipe(chosen)
     with closing(backend):
         train(RunFolder.create(folder, chosen, datetime.now(UTC)), backend, log)
-        inspect(backend)
     return LiveRun(chosen, folder, log)

@@ -170,7 +170,7 @@ MUTANTS = [
         "any number of stale samples",
         "scheduling.staleness",
         "return stale_budget - stale_so_far if",
-        "return ANY_NUMBER if",
+        "return UNLIMITED if",
     ),
     Mutant("two versions behind", "scheduling.staleness", "if version >= step:", "if version >= step - 2:"),
     Mutant("stale samples not counted", ASSIGN, "if version < self._step.index:", "if False:"),
@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant(
         "commit before sums are sent",
         SHARED,
-        "if any(lane.job is not None if lane.helper else lane.trained for lane in state.lanes):",
+        "if any(lane.job is not None if lane.helper else lane.trained for lane in state.present_lanes):",
         "if False:",
     ),
     Mutant(
@@ -253,7 +253,7 @@ MUTANTS = [
     Mutant("parked jobs forgotten", DISPATCHER, "for each, _ in parked:", "for each, _ in ():"),
     Mutant("NaN rewards accepted", DISPATCHER, "with_valid_scores(job, result)", "result"),
     Mutant("lost slice stays in the store", DISPATCHER, "if stores.samples.remove_slice(artifact))", "if True)"),
-    Mutant("lost lane keeps its worker", "driver.lanes", 'self._workers[lane] = ""', "pass"),
+    Mutant("lost lane keeps its worker", "driver.lanes", "del self._workers[lane]", "pass"),
     Mutant(
         "state not kept",
         "driver.job_inputs",

@@ -19,13 +19,16 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
+from unittest.mock import patch
 
+from counted_pickle import CountedPickle
 from measured_runs import recipe, run  # first: it sets the number of threads
 from rich.console import Console
 from rich.table import Table
 
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.run_folder.journal import read_journal
+from digenrl.transports.ray import transport as ray_transport
 
 WHOLE_GROUPS = 8
 KINDS = (("local", WHOLE_GROUPS), ("ray", WHOLE_GROUPS), ("ray", 4))
@@ -66,8 +69,9 @@ def settings(mode: str, slice_size: int, steps: int, prompts: int) -> Recipe:
 
 def measure(chosen: Recipe, folder: Path) -> Row:
     """Runs the recipe. The first two steps and the last are not counted."""
-    driver_bytes: list[int] = []
-    done = run(chosen, folder, lambda backend: driver_bytes.append(getattr(backend, "driver_bytes", lambda: 0)()))
+    reports = CountedPickle()  # all that the driver receives
+    with patch.object(ray_transport, "pickle", reports):
+        done = run(chosen, folder)
     events = sum(1 for _ in read_journal(folder / "journal.jsonl")) / chosen.steps
     return Row(
         mode=chosen.mode,
@@ -77,7 +81,7 @@ def measure(chosen: Recipe, folder: Path) -> Row:
         events_per_step=events,
         loop_ms=typical_ms(done.log.loop_s),
         process_ms=typical_ms(done.log.cpu_s),
-        result_bytes_per_step=driver_bytes[0] / chosen.steps if chosen.topology.uses_ray else None,
+        result_bytes_per_step=reports.bytes_read / chosen.steps if chosen.topology.uses_ray else None,
         weights_bytes_per_step=fmean(step["publish_bytes"] for step in done.steady_steps()),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Literal
 
-NS = 1_000_000_000
+from digenrl.units import NS_PER_SECOND
 
 Target = Literal["generator", "reward", "trainer", "any", "all", "reserve", "driver"]
 
@@ -69,7 +69,12 @@ class Fault:
     def describe(self) -> str:
         if self.kind == "driver_kill":
             return f"{self.kind} after decision {self.amount:.0f}"
-        words = [f"{self.at_ns / NS:.3f} s", self.kind, self.worker, f"{self.amount:g}" if self.amount else ""]
+        words = [
+            f"{self.at_ns / NS_PER_SECOND:.3f} s",
+            self.kind,
+            self.worker,
+            f"{self.amount:g}" if self.amount else "",
+        ]
         return " ".join(word for word in words if word)
 
 

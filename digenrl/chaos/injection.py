@@ -10,7 +10,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any, ClassVar
 
-from digenrl.chaos.faults import NS, Fault
+from digenrl.chaos.faults import Fault
 from digenrl.chaos.transport import JobFaults, VirtualClock, VirtualTransport, WorkerSlot
 from digenrl.chaos.worlds import PATIENCE_S, World
 from digenrl.records import (
@@ -33,6 +33,7 @@ from digenrl.records import (
     pixels_name,
 )
 from digenrl.transports.contract import Message, Report
+from digenrl.units import NS_PER_SECOND
 from digenrl.worker.assignment import TRAINER
 
 NEVER_S = 1e9
@@ -169,11 +170,11 @@ class Injector(JobFaults):
         return bool(names)
 
     def _reordered(self, fault: Fault) -> bool:
-        self._reordering_until_ns = self._clock.now_ns + round(fault.amount * NS)
+        self._reordering_until_ns = self._clock.now_ns + round(fault.amount * NS_PER_SECOND)
         return True
 
     def _clock_jump(self, fault: Fault) -> bool:
-        self._clock.skew_ns += round(fault.amount * NS)
+        self._clock.skew_ns += round(fault.amount * NS_PER_SECOND)
         return True
 
     def _stop(self, fault: Fault) -> bool:

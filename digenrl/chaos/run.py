@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from digenrl.chaos.faults import KINDS, NS, Fault
+from digenrl.chaos.faults import KINDS, Fault
 from digenrl.chaos.injection import BROKEN, Injector
 from digenrl.chaos.promises import check_history, check_metrics, check_repeated, promise
 from digenrl.chaos.transport import VirtualClock, VirtualTransport
@@ -38,11 +38,12 @@ from digenrl.scheduling.invariants import Auditor
 from digenrl.scheduling.recorded_versions import VersionRecord
 from digenrl.transports.contract import RunResources
 from digenrl.transports.rank_groups import RankGroupTransport
+from digenrl.units import NS_PER_SECOND
 from digenrl.worker.assignment import TRAINER, rank_names
 
 MOST_DECISIONS = 200_000
 MOST_DRIVERS = 30
-DRAIN_NS = 2_000 * NS  # enough for every job and message that is under way, on a slow worker too
+DRAIN_NS = 2_000 * NS_PER_SECOND  # enough for every job and message that is under way, on a slow worker too
 SLOWEST = 12  # how much longer a step may take than expected, with everything slow
 
 
@@ -84,7 +85,8 @@ class _WorldRun:
         self._interrupted: list[RecordedStep] = []  # what was known about steps that had to be done again
         self._disturbed = False  # by a fault after which a resumed run may not be able to repeat all versions
         targets = targets_of(world, most=0)
-        deadline_ns = round((UNTIMED_FACTOR + 3) * PATIENCE_S * NS)  # of a job that nobody has timed yet
+        untimed_s = (UNTIMED_FACTOR + 3) * PATIENCE_S  # the deadline of a job that nobody has timed yet
+        deadline_ns = round(untimed_s * NS_PER_SECOND)
         self._bound_ns = SLOWEST * targets.nominal_ns + (1 + len(faults)) * deadline_ns
 
     def run(self) -> Outcome:
@@ -108,7 +110,7 @@ class _WorldRun:
             len(self._facts.quarantined),
             self._hedged,
             sum(samples.bit_count() for step in self._interrupted for _, samples in step.stale),
-            self._ended_ns / NS,
+            self._ended_ns / NS_PER_SECOND,
         )
 
     def _drive(self) -> bool:

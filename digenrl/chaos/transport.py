@@ -9,12 +9,12 @@ from heapq import heappop, heappush
 from zlib import crc32
 
 from digenrl.chaos.exchange import VirtualExchange
-from digenrl.chaos.faults import NS
 from digenrl.chaos.promises import ViolationError
 from digenrl.chaos.workers import SimulatedWorker, WorldFacts, nominal_seconds
 from digenrl.chaos.worlds import World
 from digenrl.records import Job
 from digenrl.transports.contract import Gone, Message, Report
+from digenrl.units import NS_PER_SECOND
 from digenrl.worker.assignment import Assignment, Ready
 
 LEAST_NS = 1_000  # no job is instant
@@ -38,7 +38,7 @@ class VirtualClock:
 
     def monotonic_s(self) -> float:
         """Seconds, for the supervisor."""
-        return self.now_ns / NS
+        return self.now_ns / NS_PER_SECOND
 
 
 @dataclass(slots=True)
@@ -125,13 +125,13 @@ class VirtualTransport:
 
         A busy driver finds several messages at once.
         """
-        clock, until_ns = self._clock, self._clock.now_ns + round(max(timeout_s, LEAST_WAIT_S) * NS)
+        clock, until_ns = self._clock, self._clock.now_ns + round(max(timeout_s, LEAST_WAIT_S) * NS_PER_SECOND)
         while not self._inbox:
             if not self._due or self._due[0][0] > until_ns:
                 self._pass_time(until_ns)
                 return ()
             self._advance()
-        until_ns = clock.now_ns + round(self._world.look_s * NS)
+        until_ns = clock.now_ns + round(self._world.look_s * NS_PER_SECOND)
         while self._due and self._due[0][0] <= until_ns:
             self._advance()
         messages, self._inbox = self._inbox, []
@@ -151,7 +151,7 @@ class VirtualTransport:
 
     def after(self, seconds: float, then: Callable[[], None]) -> None:
         """Does something later."""
-        self.at(self._clock.now_ns + max(LEAST_NS, round(seconds * NS)), then)
+        self.at(self._clock.now_ns + max(LEAST_NS, round(seconds * NS_PER_SECOND)), then)
 
     def at(self, at_ns: int, then: Callable[[], None]) -> None:
         """Does something at a time, or now if that has passed."""
@@ -165,7 +165,8 @@ class VirtualTransport:
 
     def _pass_time(self, until_ns: int) -> None:
         if until_ns > self.give_up_ns:
-            raise StuckError(f"no step was committed between {self.since_ns / NS:.3f} s and {until_ns / NS:.3f} s")
+            since_s, until_s = self.since_ns / NS_PER_SECOND, until_ns / NS_PER_SECOND
+            raise StuckError(f"no step was committed between {since_s:.3f} s and {until_s:.3f} s")
         self._clock.now_ns = until_ns
 
     def _noise(self, key: str) -> float:

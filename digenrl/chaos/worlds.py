@@ -10,12 +10,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from digenrl.chaos.faults import KINDS, NS, Fault, Targets, draw_faults
+from digenrl.chaos.faults import KINDS, Fault, Targets, draw_faults
 from digenrl.chaos.themes import PLAIN, Theme, draw_theme
 from digenrl.config.reading import parse_model
 from digenrl.config.recipes.cluster import ClusterGeneratorPool, ClusterSettings
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.placement import place
+from digenrl.units import NS_PER_SECOND
 from digenrl.worker.assignment import Machine, Workers
 
 PATIENCE_S = 30.0
@@ -108,7 +109,7 @@ def targets_of(world: World, most: int) -> Targets:
         trainer=workers.trainer.name,
         encoders=[] if workers.encoder is None else [workers.encoder.name],
         reserve=[each.name for each in workers.reserve],
-        nominal_ns=int(world.recipe.steps * step_s * NS) + 1,
+        nominal_ns=int(world.recipe.steps * step_s * NS_PER_SECOND) + 1,
         decisions=10 + int(8 * world.recipe.steps * (slices + batch.prompts + 3)),
         most_faults=most,
     )

@@ -227,7 +227,7 @@ def _train_with_restarts(
 
 def _load_history(view: RunView, folder: RunFolder, position: RunPosition) -> None:
     ends = kept_positions(folder, position)
-    steps = [each for each in read_steps(folder.metrics, ends.get("metrics")) if each.step < position.step]
+    steps = (each for each in read_steps(folder.metrics, ends.get("metrics")) if each.step < position.step)
     evaluations = read_evaluations(folder.evaluations, ends["evaluations"])
     view.load_history(steps, [each for each in evaluations if each.steps_done <= position.step])
 

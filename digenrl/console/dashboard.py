@@ -16,8 +16,8 @@ from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.telemetry.row_folding import FoldedRow, fold_lanes
 from digenrl.telemetry.styles import fresh_style, percent
 from digenrl.telemetry.trace import Work
+from digenrl.units import NS_PER_SECOND
 
-NS_PER_SECOND = 1_000_000_000
 _FAINT, _STRONG = Style(dim=True), Style(bold=True)
 _BUSY_WIDTH = 12
 _ACTIVITY_WIDTH = 44
@@ -203,6 +203,7 @@ def _append_folded(
     text: Text, row: FoldedRow, by_name: Mapping[str, Activity], progress: Progress, size: TerminalSize
 ) -> None:
     working = sum(by_name[lane.name].work is not None for lane in row.lanes)
+    pool = row.lanes[0].pool
     shares = [share for lane in row.lanes if (share := progress.busy_share(lane.name)) is not None]
     text.append(f"{f'{len(row.lanes)} more like these, {working} working':<{_ACTIVITY_WIDTH}}", _FAINT)
-    _append_busy(text, sum(shares) / len(shares) if shares else None, row.lanes[0].pool, size)
+    _append_busy(text, sum(shares) / len(shares) if shares else progress.busy_share(pool), pool, size)

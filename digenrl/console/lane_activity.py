@@ -45,7 +45,7 @@ class Activity:
 
 def lane_activity(state: SchedulerState) -> tuple[Activity, ...]:
     """One per present lane: generators, scorers, the trainer, its helpers."""
-    lanes = [_lane(state, lane) for lane in state.lanes if lane.present]
+    lanes = [_lane(state, lane) for lane in state.present_lanes]
     scorers = [_scorer(state, index) for index in range(len(state.scorers))]
     generators = [each for each in lanes if each.lane.pool == GENERATOR_POOL]
     helpers = [each for each in lanes if each.lane.pool != GENERATOR_POOL]

@@ -20,7 +20,7 @@ from digenrl.driver.batch_sizes import (
     sizes_of_lane,
     sizes_to_try,
 )
-from digenrl.driver.cost_tracker import NS, CostTracker, expected_ns, timed_offer
+from digenrl.driver.cost_tracker import CostTracker, expected_ns, timed_offer
 from digenrl.driver.dispatcher import Dispatcher
 from digenrl.records import (
     NO_WEIGHTS,
@@ -39,6 +39,7 @@ from digenrl.simulation.shared_work import CHANGES, best_rules, best_stale_work,
 from digenrl.simulation.spec_costs import with_rules
 from digenrl.training.update_split import stale_groups, updates_of_places
 from digenrl.transports.contract import ArtifactStore
+from digenrl.units import NS_PER_SECOND
 from digenrl.worker.assignment import TRAINER, Assignment, own_slice, rank_names
 
 
@@ -61,15 +62,15 @@ class Calibration:
         If lanes share gradients, sending their sums and adding those of one lane are expected to take as long as
         loading published weights.
         """
-        publish_ns = round(self.publish * NS)
+        publish_ns = round(self.publish * NS_PER_SECOND)
         senders = len(self.train_samples) - 1 if shares_work else 0
         return Costs(
-            train_sample_ns=Fraction(max(1, round(self.train_sample * NS))),
-            commit_ns=round(self.train_sample * NS) + senders * publish_ns,
+            train_sample_ns=Fraction(max(1, round(self.train_sample * NS_PER_SECOND))),
+            commit_ns=round(self.train_sample * NS_PER_SECOND) + senders * publish_ns,
             publish_ns=publish_ns,
-            switch_in_ns=round(self.switch_in * NS),
-            switch_out_ns=round(self.switch_out * NS),
-            score_ns=max(1, round(self.score_sample * NS)) if self.score_sample else 0,
+            switch_in_ns=round(self.switch_in * NS_PER_SECOND),
+            switch_out_ns=round(self.switch_out * NS_PER_SECOND),
+            score_ns=max(1, round(self.score_sample * NS_PER_SECOND)) if self.score_sample else 0,
             send_ns=publish_ns if senders else 0,
         )
 

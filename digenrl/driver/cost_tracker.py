@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from statistics import fmean, median
-from typing import Any
+from typing import Any, TypeVar
 
 from digenrl.records import CostsMeasured, LaneOffer
 from digenrl.scheduling import Costs
+from digenrl.units import NS_PER_SECOND
+
+Value = TypeVar("Value")
 
 REMEMBERED = 20  # measurements of each kind
-NS = 1_000_000_000
 # The costs besides slices, as fields of Costs and CostsMeasured; "train_sample" and "score" are per sample.
 KINDS = ("train_sample", "commit", "publish", "switch_in", "switch_out", "score", "evaluate", "save", "send")
 OUTLIER = 2  # times the median: what took longer waited for something else
@@ -46,7 +48,7 @@ def timed_offer(
     """
     takes = range(slice_size, own_size + 1, slice_size)
     take_ns = tuple(expected_ns(seconds, size) for size in takes) if own_size > slice_size else ()
-    train_ns = Fraction(max(1, round(train_seconds * NS))) if train_seconds else Fraction(0)
+    train_ns = Fraction(max(1, round(train_seconds * NS_PER_SECOND))) if train_seconds else Fraction(0)
     return LaneOffer(name, expected_ns(seconds, own_size), len(takes), take_ns, train_ns)
 
 
@@ -55,7 +57,7 @@ def expected_ns(seconds: Mapping[int, float], size: int) -> int:
     points = sorted(seconds.items())
     (x0, y0), (x1, y1) = (points[0], points[-1]) if len(points) > 1 else ((0, 0.0), points[0])
     on_the_line = y0 + (y1 - y0) * (size - x0) / (x1 - x0)
-    return max(1, round(max(on_the_line, points[0][1] / 10) * NS))
+    return max(1, round(max(on_the_line, points[0][1] / 10) * NS_PER_SECOND))
 
 
 class CostTracker:
@@ -104,22 +106,31 @@ class CostTracker:
             offer = replace(offer, train_sample_ns=Fraction(self._training[lane].typical_ns()))
         return offer
 
-    def measured(self, at_ns: int) -> CostsMeasured:
-        """All costs, as an event for the scheduler."""
+    def measured(self, at_ns: int, present: Collection[int]) -> CostsMeasured:
+        """All costs, as an event for the scheduler; of lanes, those that are present."""
         typical: dict[str, Any] = {f"{kind}_ns": recent.typical_ns() for kind, recent in self._kinds.items()}
         typical["train_sample_ns"] = Fraction(typical["train_sample_ns"])
-        lanes = tuple((lane, recent.typical_ns()) for lane, recent in sorted(self._slice.items()))
-        trains = tuple((lane, Fraction(recent.typical_ns())) for lane, recent in sorted(self._training.items()))
+        lanes = tuple((lane, recent.typical_ns()) for lane, recent in _of(present, self._slice))
+        trains = tuple((lane, Fraction(recent.typical_ns())) for lane, recent in _of(present, self._training))
         return CostsMeasured(
-            at_ns, **typical, lane_slice_ns=lanes, lane_train_ns=trains, lane_publish_ns=self._lane_publish_ns()
+            at_ns,
+            **typical,
+            lane_slice_ns=lanes,
+            lane_train_ns=trains,
+            lane_publish_ns=self._lane_publish_ns(present),
         )
 
-    def _lane_publish_ns(self) -> tuple[tuple[int, int], ...]:
+    def _lane_publish_ns(self, present: Collection[int]) -> tuple[tuple[int, int], ...]:
         """The typical time of each lane's pool; of no lane if there is only one pool."""
         if len(self._publications) < 2:
             return ()
         typical = {pool: recent.typical_ns() for pool, recent in self._publications.items()}
-        return tuple((lane, typical[pool]) for lane, pool in sorted(self._pools.items()))
+        return tuple((lane, typical[pool]) for lane, pool in _of(present, self._pools))
+
+
+def _of(lanes: Collection[int], values: Mapping[int, Value]) -> list[tuple[int, Value]]:
+    """The values of these lanes, in their order."""
+    return [(lane, values[lane]) for lane in sorted(lanes) if lane in values]
 
 
 def _training(offer: LaneOffer) -> _Recent:

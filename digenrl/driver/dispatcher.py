@@ -316,7 +316,7 @@ class Dispatcher:
             self._report_not_encoded(job)
         if isinstance(result, Committed) and self.stores.costs is not None:
             self._supervisor.step_committed()
-            self._events.append(self.stores.costs.measured(self._now_ns))
+            self._events.append(self.stores.costs.measured(self._now_ns, self.stores.lanes.present))
         if self._failures.fails_always(completed.worker) and self._is_spare(completed.worker):
             self._end(completed.worker, "failed several jobs in a row and was ended")
 

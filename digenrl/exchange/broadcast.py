@@ -18,6 +18,7 @@ from __future__ import annotations
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -42,6 +43,7 @@ from digenrl.exchange.patches import Patch, PatchMaker, VersionBytes, apply_patc
 from digenrl.records import WeightsReference
 
 MAX_HEADER_BYTES = 1 << 28
+REMEMBERED_EPOCHS = 100  # several attempts run at the same time, and may begin in any order
 
 
 class WeightsSender:
@@ -58,7 +60,7 @@ class WeightsSender:
         self._lock = threading.Lock()
         self._staged: FlatWeights | None = None
         self._patches = PatchMaker(patches)
-        self._epochs: set[int] = set()
+        self._epochs: deque[int] = deque(maxlen=REMEMBERED_EPOCHS)
 
     @property
     def address(self) -> str:
@@ -116,7 +118,7 @@ class WeightsSender:
         started_s = time.monotonic()
         with self._lock:
             assert epoch not in self._epochs, f"epoch {epoch} was used before: an epoch is one attempt"
-            self._epochs.add(epoch)
+            self._epochs.append(epoch)
         with as_broadcast_error(f"{weights.reference.name} was not sent in epoch {epoch}"):
             # A group that waits for its members blocks a connection to the store, so each broadcast has its own.
             store, _ = connect_to_store(self.address, deadline)

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from digenrl.scheduling import SchedulerState
-from digenrl.telemetry.lane_shares import TimeWindow, lane_shares
+from digenrl.telemetry.lane_shares import TimeWindow, lane_shares, mean_busy
 from digenrl.telemetry.trace import (
     GENERATOR_POOL,
+    POOLS,
     REWARD_POOL,
     TRAINER_LANE,
     TRAINER_POOL,
@@ -18,6 +19,8 @@ from digenrl.telemetry.trace import (
     Work,
 )
 
+MOST_LANES = 32  # above, there is one value per pool: every lane that joins would add a curve
+
 
 class BusyMeter:
     """Computes busy shares for consecutive windows of time. It keeps the spans of the current window only."""
@@ -26,7 +29,7 @@ class BusyMeter:
         self._shared_cards = initial.terms.colocated
         self._window_start_ns = start_ns
         self._spans: list[Span] = []
-        present = {lane.name: lane.helper and not self._shared_cards for lane in initial.lanes if lane.present}
+        present = {lane.name: lane.helper and not self._shared_cards for lane in initial.present_lanes}
         pools = {name: TRAINER_POOL if helps else GENERATOR_POOL for name, helps in present.items()}
         pools |= {f"reward-{index}": REWARD_POOL for index in range(initial.terms.scorers)}
         pools[TRAINER_LANE] = TRAINER_POOL
@@ -46,7 +49,9 @@ class BusyMeter:
             self._lanes[lane] = replace(self._lanes[lane], left_ns=at_ns)
 
     def next_window(self, now_ns: int, open_spans: Iterable[Span]) -> dict[str, float]:
-        """The busy shares from the start of the window to now, by lane; then starts the next window.
+        """The busy shares from the start of the window to now; then starts the next window.
+
+        They are by lane or, of more than MOST_LANES lanes, by pool.
 
         `open_spans` is work that has not ended yet, with `now_ns` as its end.
         """
@@ -56,4 +61,9 @@ class BusyMeter:
         shares = lane_shares(trace, TimeWindow(self._window_start_ns, now_ns))
         self._lanes = {name: lane for name, lane in self._lanes.items() if lane.left_ns is None}
         self._window_start_ns, self._spans = now_ns, []
-        return {name: share.busy for name, share in shares.items()}
+        if len(shares) <= MOST_LANES:
+            return {name: share.busy for name, share in shares.items()}
+        by_pool = {
+            pool: mean_busy(trace, [lane for lane in trace.lanes if lane.pool == pool], shares) for pool in POOLS
+        }
+        return {pool: share for pool, share in by_pool.items() if share is not None}

@@ -13,8 +13,8 @@ from digenrl.records import Action, Commit, Committed, Event, WorkerJoined, Work
 from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.scheduling import SchedulerState
 from digenrl.telemetry.trace import Span, Work, lane_work
+from digenrl.units import NS_PER_SECOND
 
-NS_PER_SECOND = 1_000_000_000
 BUSY_PREFIX = "busy/"
 _COMPUTED_HERE = {
     *("step", "at_s", "step_s", "version"),
@@ -121,7 +121,7 @@ class StepMetrics:
 
 def _open_spans(state: SchedulerState, now_ns: int) -> Iterator[Span]:
     """The current work of generators and scorers, up to now; at a commit the trainer has none."""
-    for lane in state.lanes:
+    for lane in state.present_lanes:
         if lane.job is not None:
             work = lane_work(lane.job, helps=lane.helper and not state.terms.colocated)
             yield Span(lane.name, work, lane.job.issued_ns, now_ns, state.committed)

@@ -22,8 +22,8 @@ from digenrl.scheduling import SharedWorkRule
 from digenrl.simulation.answer import bound_seconds
 from digenrl.simulation.both_directions import initial_shared_state
 from digenrl.simulation.shared_work import best_rules, makespan_ns
-from digenrl.simulation.spec_costs import NS_PER_SECOND
 from digenrl.simulation.step_forecast import StepForecast
+from digenrl.units import NS_PER_SECOND
 
 MOST_CARDS = 64  # beyond, one prediction takes longer than the whole search for splits
 SLICE_SIZES = 4  # the largest that still give every card a few slices

@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from digenrl.records import Action, Event, WorkerJoined, WorkerLost
 from digenrl.run_folder.folder import LaneEntry, RunFolder
 from digenrl.scheduling import SchedulerState
-from digenrl.telemetry.trace import GENERATOR_POOL, REWARD_POOL, TRAINER_POOL
-
-POOLS = (GENERATOR_POOL, REWARD_POOL, TRAINER_POOL)  # in the order of the trace's rows
+from digenrl.telemetry.trace import POOLS
 
 
 class LaneRecorder:

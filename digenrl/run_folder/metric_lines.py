@@ -54,13 +54,19 @@ def evaluation_line(evaluation: EvaluationRecord) -> dict[str, object]:
     return line if evaluation.grid is None else {**line, "grid": evaluation.grid}
 
 
-def read_steps(path: Path, end: int | None = None) -> tuple[StepRecord, ...]:
-    """All steps in order, or those before a byte. Where a resumed run repeated a step, the later line counts."""
-    by_step: dict[int, StepRecord] = {}
+def read_steps(path: Path, end: int | None = None) -> Iterator[StepRecord]:
+    """All steps in order, or those before a byte. Where a resumed run repeated a step, the later line counts.
+
+    The file, which may be large, is read twice, and only one line is in memory at a time.
+    """
+    starts: dict[int, int] = {}  # the byte of the line that counts, by step, in the order of these lines
     for line in _lines_before(path, end):
-        record = step_record(line)
-        by_step[record.step] = record
-    return tuple(by_step[step] for step in sorted(by_step))
+        starts.pop(_step(line), None)
+        starts[_step(line)] = line.start
+    lines = (line for line in _lines_before(path, end) if starts.get(_step(line)) == line.start)
+    records = map(step_record, lines)
+    in_order = list(starts) == sorted(starts)
+    yield from records if in_order else sorted(records, key=lambda record: record.step)
 
 
 def read_evaluations(path: Path, end: int | None = None) -> tuple[EvaluationRecord, ...]:

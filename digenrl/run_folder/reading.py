@@ -55,7 +55,7 @@ def read_run(path: Path) -> RunRecord:
         trace=read_trace(
             folder.spans, lanes, shared_cards=recipe.topology.shares_cards, shares_work=_shares_work(folder)
         ),
-        steps=read_steps(folder.metrics),
+        steps=tuple(read_steps(folder.metrics)),
         evaluations=evaluations,
         grids={steps_done: grid for steps_done, grid in grids.items() if grid is not None},
     )

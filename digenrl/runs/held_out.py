@@ -28,8 +28,8 @@ from digenrl.run_folder.grids import HeldOutScore, write_grid
 from digenrl.run_folder.metric_lines import EvaluationRecord, read_evaluations
 from digenrl.runs.checkpointer import RunPosition
 from digenrl.scheduling import SchedulerState
+from digenrl.units import NS_PER_SECOND
 
-NS_PER_SECOND = 1_000_000_000
 PICTURES = ".step_"  # folders of single pictures, until they are combined into a grid
 
 

@@ -9,14 +9,13 @@ from statistics import fmean
 
 from digenrl.records import Action, Committed, CostsMeasured, Event
 from digenrl.scheduling import SchedulerState
-from digenrl.scheduling.state import Lane
 from digenrl.simulation.prediction import predict_commits
+from digenrl.units import NS_PER_SECOND
 
 SIMULATED_STEPS = 6
 STEADY_STEPS = 3  # the last of them, in which the pipeline is full
 FIRST_AT, EVERY = 3, 10  # optimizer steps
 DECISIONS_PER_EVENT = 10  # a simulation is over within a step of the run
-NS_PER_SECOND = 1_000_000_000
 
 
 class StepTimePrediction:
@@ -39,7 +38,7 @@ class StepTimePrediction:
         elif isinstance(event, CostsMeasured) and self._committed is not None:
             committed, self._committed = self._committed, None
             due = (committed == FIRST_AT or committed % EVERY == 0) and not state.finished
-            if due and any(_is_able(lane) and not lane.helper for lane in state.lanes):
+            if due and any(lane.calibrated and not lane.helper for lane in state.present_lanes):
                 self._step, self._simulation = committed, _simulation(state)
         for commit_ends_ns in islice(self._simulation, DECISIONS_PER_EVENT):
             if len(commit_ends_ns) == SIMULATED_STEPS:
@@ -64,7 +63,7 @@ def _simulation(state: SchedulerState) -> Iterator[tuple[int, ...]]:
         evaluate_every=1 if state.terms.evaluate_every == 1 else 0,
         save_every=1 if state.terms.save_every == 1 else 0,
     )
-    offers = [(lane.offer, lane.helper) for lane in state.lanes if _is_able(lane)]
+    offers = [(lane.offer, lane.helper) for lane in state.present_lanes if lane.calibrated]
     generators = [offer for offer, helper in offers if not helper]
     helpers = [offer for offer, helper in offers if helper]
     return predict_commits(terms, state.costs, generators, helpers, steps=SIMULATED_STEPS)
@@ -73,7 +72,3 @@ def _simulation(state: SchedulerState) -> Iterator[tuple[int, ...]]:
 def _steady_step_s(commit_ends_ns: Sequence[int]) -> float:
     steady = [end - start for start, end in pairwise((0, *commit_ends_ns))][-STEADY_STEPS:]
     return fmean(steady) / NS_PER_SECOND
-
-
-def _is_able(lane: Lane) -> bool:
-    return lane.present and lane.calibrated

@@ -173,10 +173,11 @@ class Reservations:
 
 def _busy_until(state: SchedulerState, at_ns: int, may_start: Callable[[int], bool]) -> dict[int, int]:
     """When each busy generator lane is expected to be free. Overdue lanes count as free now."""
-    startable = {version: may_start(version) for version in {lane.version for lane in state.lanes}}
+    lanes = state.present_lanes
+    startable = {version: may_start(version) for version in {lane.version for lane in lanes}}
     return {
         lane.index: max(at_ns, expected_end_ns(state, lane))
-        for lane in state.lanes
+        for lane in lanes
         if lane.job and lane.calibrated and (state.terms.colocated or not lane.helper) and startable[lane.version]
     }
 

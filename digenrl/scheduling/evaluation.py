@@ -26,7 +26,7 @@ def awaits_publication(state: SchedulerState) -> bool:
     evaluation = find_evaluation(state, state.committed)
     if evaluation is None or state.terms.colocated:
         return False
-    generators = [lane for lane in state.lanes if lane.present and not lane.helper]
+    generators = [lane for lane in state.present_lanes if not lane.helper]
     return bool(generators) and all(lane.sent_version != evaluation.version for lane in generators)
 
 

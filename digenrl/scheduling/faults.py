@@ -76,13 +76,14 @@ def absorb_lost(state: SchedulerState, event: WorkerLost) -> Outcome:
 def _lose_generator(state: SchedulerState, event: WorkerLost) -> Outcome:
     """The lane is out. A trainer that chose to wait may have counted on it, so it decides again."""
     lane = state.lanes[event.lane]
-    if not lane.present:
+    if lane.index not in state.present:
         return state, ()
-    state = put_lane(state, replace(lane, present=False, job=None))
+    state = put_lane(state, replace(lane, job=None))
     if lane.trained:
         state = shared_gradients.return_gradients(state, lane, event.at_ns)
     state = replace(
         state,
+        present=tuple(index for index in state.present if index != lane.index),
         idle=tuple(index for index in state.idle if index != lane.index),
         helpers=tuple(index for index in state.helpers if index != lane.index),
         uncalibrated=tuple(index for index in state.uncalibrated if index != lane.index),
@@ -267,7 +268,7 @@ def _forget_slice(state: SchedulerState, piece: Slice) -> SchedulerState:
 
 def _awaited(state: SchedulerState, step: StepProgress) -> list[Slice]:
     """What lanes are generating, and what waits to be generated again."""
-    jobs = [lane.job for lane in state.lanes if isinstance(lane.job, Generate)]
+    jobs = [lane.job for lane in state.present_lanes if isinstance(lane.job, Generate)]
     return [*step.reissue, *(job.slice for job in jobs if job.id not in state.void_jobs)]
 
 

@@ -41,7 +41,7 @@ def hedge_stragglers(state: SchedulerState, at_ns: int) -> Outcome:
 def _hedgeable(state: SchedulerState) -> Iterator[tuple[int, Generate]]:
     """Jobs without a copy, and when they may be hedged."""
     in_pairs = {job_id for pair in state.copies for job_id in pair} | state.void_jobs
-    for lane in state.lanes:
+    for lane in state.present_lanes:
         job = lane.job
         if isinstance(job, Generate) and job.id not in in_pairs and is_wanted(state, job.slice):
             expected_ns = lane.expected_ns(state.terms.slices_in(job.slice.size))

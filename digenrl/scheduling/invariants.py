@@ -10,7 +10,7 @@
 8. If lanes train on their own: only on the step's version, and the gradients of every sample of an update are in
    exactly one of the sums that are added for it. Sums that were lost count nowhere.
 
-The auditor keeps its own books from events and actions and does not trust the scheduler's state.
+The auditor keeps its own records and does not rely on the scheduler's state.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BrokenPromiseError(AssertionError):
 
 
 @dataclass(slots=True)
-class _GroupBook:
+class _GroupRecord:
     """Sets of samples of one group, as bits, by how far they have come."""
 
     generating: int = 0
@@ -97,13 +97,13 @@ class _GroupBook:
 
 
 @dataclass(slots=True)
-class _StepBook:
-    groups: dict[int, _GroupBook] = field(default_factory=dict)
+class _StepRecord:
+    groups: dict[int, _GroupRecord] = field(default_factory=dict)
 
-    def group(self, index: int) -> _GroupBook:
-        return self.groups.setdefault(index, _GroupBook(place=index))
+    def group(self, index: int) -> _GroupRecord:
+        return self.groups.setdefault(index, _GroupRecord(place=index))
 
-    def kept(self) -> list[_GroupBook]:
+    def kept(self) -> list[_GroupRecord]:
         return [group for group in self.groups.values() if not group.retired]
 
     def stale_samples(self) -> int:
@@ -129,10 +129,11 @@ class Auditor:
         self._sent_gradients: dict[int, list[Slice]] = {}  # by job
         self._update = self._attempt = 0
         self._next_id = initial.jobs_issued
-        self._steps: dict[int, _StepBook] = {}
+        self._steps: dict[int, _StepRecord] = {}
         # Quarantined groups of committed steps of which something is still being generated or scored.
-        self._outliving: dict[tuple[int, int], _GroupBook] = {}
+        self._outliving: dict[tuple[int, int], _GroupRecord] = {}
         self._sampled: set[HeldOutChunk] = set()
+        self._scored_chunks: set[HeldOutChunk] = set()
         self._committed = initial.committed
         self._role = "generate" if initial.terms.colocated else "train"
         self.trained_samples = 0
@@ -218,6 +219,8 @@ class Auditor:
             del self._lane_jobs[job.lane]
             _promise(job.chunk not in self._sampled, "1: {} was sampled twice", job.chunk)
             self._sampled.add(job.chunk)
+            if not self._terms.scorers:
+                self._scored_chunks.add(job.chunk)
 
     def _calibrated(self, event: Calibrated) -> None:
         if self._lane_jobs.get(event.job.lane) == event.job:
@@ -314,14 +317,15 @@ class Auditor:
         step = event.job.step
         self._begin_update(0)
         self._attempt = 0
-        book = self._steps.pop(step)
-        self.trained_samples += sum(group.trained.bit_count() for group in book.kept())
-        self.stale_samples += book.stale_samples()
+        record = self._steps.pop(step)
+        self.trained_samples += sum(group.trained.bit_count() for group in record.kept())
+        self.stale_samples += record.stale_samples()
         self._committed += 1
-        for index, group in book.groups.items():
+        for index, group in record.groups.items():
             if group.generating or group.being_scored:
                 _promise(group.retired, "1: work on group {} outlives the commit of step {}", index, step)
                 self._outliving[step, index] = group
+        self._forget_old()
         for lane in self._lane_version:
             if lane in self._helpers or self._terms.colocated:
                 self._lane_version[lane] = self._committed
@@ -397,8 +401,8 @@ class Auditor:
     def _commit(self, job: Commit) -> None:
         self._take_trainer(job)
         _promise(self._role == "train", "5: a commit while the trainer's lanes generate")
-        book = self._steps[job.step]
-        kept, stale = book.kept(), book.stale_samples()
+        record = self._steps[job.step]
+        kept, stale = record.kept(), record.stale_samples()
         _promise(len(kept) == self._terms.prompts, "3: step {} has {} groups", job.step, len(kept))
         whole = all(group.trained == self._whole_group for group in kept)
         _promise(whole, "3: step {} commits with samples missing", job.step)
@@ -417,17 +421,17 @@ class Auditor:
         self._role = "generate"
         if self._terms.colocated:
             return
-        ready = any(self._is_ready(group) for group in self._steps.get(self._committed, _StepBook()).kept())
+        ready = any(self._is_ready(group) for group in self._steps.get(self._committed, _StepRecord()).kept())
         _promise(self._terms.stream == "batch" or not ready, "5: help begins while something is ready to train")
 
     def _quarantine(self, action: Quarantine) -> None:
-        book = self._steps[action.step]
-        old = book.group(action.group)
+        record = self._steps[action.step]
+        old = record.group(action.group)
         _promise(not old.retired, "1: group {} is quarantined twice", action.group)
         _promise(old.trained != self._whole_group, "1: group {} is trained and quarantined", action.group)
-        _promise(action.replaced_by not in book.groups, "3: group {} exists already", action.replaced_by)
+        _promise(action.replaced_by not in record.groups, "3: group {} exists already", action.replaced_by)
         old.retired = True
-        book.group(action.replaced_by).place = old.place
+        record.group(action.replaced_by).place = old.place
         self.quarantined_groups += 1
 
     def _take_update(self, job: TakeUpdate) -> None:
@@ -458,16 +462,16 @@ class Auditor:
         """Whether gradients of this attempt at a step still count; attempts of other steps do not."""
         return (self._committed, self._attempt) == (step, attempt)
 
-    def _step(self, piece: Slice) -> _StepBook:
-        _promise(piece.step >= self._committed, "1: {} turns up after its step was committed", piece)
-        return self._steps.setdefault(piece.step, _StepBook())
+    def _step(self, piece: Slice) -> _StepRecord:
+        _promise(piece.step >= self._committed, "1: {} appears after its step was committed", piece)
+        return self._steps.setdefault(piece.step, _StepRecord())
 
-    def _group(self, piece: Slice) -> _GroupBook:
+    def _group(self, piece: Slice) -> _GroupRecord:
         """Its group, which may be a quarantined one of a committed step."""
         if piece.step >= self._committed:
             return self._step(piece).group(piece.group)
         outliving = self._outliving.get((piece.step, piece.group))
-        _promise(outliving is not None, "1: {} turns up after its step was committed", piece)
+        _promise(outliving is not None, "1: {} appears after its step was committed", piece)
         assert outliving is not None
         return outliving
 
@@ -476,8 +480,19 @@ class Auditor:
         self._held_gradients.clear()
         self._sent_gradients.clear()
 
+    def _forget_old(self) -> None:
+        """Drops hedged slices of committed steps, and scored chunks of earlier versions."""
+        self._hedged = {
+            piece
+            for piece in self._hedged
+            if piece.step >= self._committed or (piece.step, piece.group) in self._outliving
+        }
+        old = {chunk for chunk in self._scored_chunks if chunk.version < self._committed}
+        self._sampled -= old
+        self._scored_chunks -= old
+
     def _forget_training(self) -> None:
-        for group in self._steps.get(self._committed, _StepBook()).groups.values():
+        for group in self._steps.get(self._committed, _StepRecord()).groups.values():
             group.sent_to_train = group.trained = 0
 
     def _lose_gradients(self, pieces: Sequence[Slice]) -> None:
@@ -522,7 +537,10 @@ class Auditor:
         del self._scores[job.scorer]
         is_void = job.id in self._void_scores
         self._void_scores.discard(job.id)
-        if is_void or not isinstance(job.piece, Slice):
+        if is_void:
+            return
+        if isinstance(job.piece, HeldOutChunk):
+            self._scored_chunks.add(job.piece)
             return
         group, mask = self._group(job.piece), job.piece.mask()
         if failed:
@@ -550,11 +568,11 @@ class Auditor:
         _promise(self._trainer_job == job, "7: {} answers no job that the trainer holds", job)
         self._trainer_job = None
 
-    def _forget_if_over(self, piece: Slice, group: _GroupBook) -> None:
+    def _forget_if_over(self, piece: Slice, group: _GroupRecord) -> None:
         if not group.generating and not group.being_scored:
             self._outliving.pop((piece.step, piece.group), None)
 
-    def _is_ready(self, group: _GroupBook) -> bool:
+    def _is_ready(self, group: _GroupRecord) -> bool:
         if self._terms.stream == "sample":
             return bool(group.scored & ~group.sent_to_train)
         return group.scored == self._whole_group and not group.sent_to_train

@@ -26,6 +26,7 @@ def absorb_joined(state: SchedulerState, event: WorkerJoined) -> Outcome:
     """The new lane gets the newest version. It takes slices once that is loaded and the lane is calibrated."""
     lane = lane_of(len(state.lanes), event.offer, helper=False, version=NO_VERSION)
     state = make_idle(state, replace(lane, sent_version=state.committed))
+    state = replace(state, present=(*state.present, lane.index))
     state, publish = issue(state, event.at_ns, Publish, state.committed, (lane.index,))
     return state, (publish,)
 
@@ -37,8 +38,8 @@ def absorb_published(state: SchedulerState, event: Published) -> Outcome:
         if lanes[index].version < version:
             lanes[index] = replace(lanes[index], version=version)
     served: dict[int, list[int]] = {}  # versions on lanes that get them at the same time
-    for lane in lanes:
-        if lane.present and not lane.helper:
+    for lane in (lanes[index] for index in state.present):
+        if not lane.helper:
             served.setdefault(state.costs.publication_ns(lane.publish_ns), []).append(lane.version)
     # What is older than the newest version on any such lane is superseded, even if some of them never got it.
     publishing = tuple(
@@ -62,7 +63,7 @@ def publish_newest(state: SchedulerState, at_ns: int) -> Outcome:
         return state, ()
     if repeats_stale_slices(state):
         return state, ()
-    behind = [lane for lane in state.lanes if lane.present and not lane.helper and lane.sent_version < version]
+    behind = [lane for lane in state.present_lanes if not lane.helper and lane.sent_version < version]
     if not behind:
         return state, ()
     lanes = list(state.lanes)

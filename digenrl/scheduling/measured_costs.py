@@ -47,16 +47,15 @@ def absorb_costs(state: SchedulerState, event: CostsMeasured) -> tuple[Scheduler
 
 def _hardly_changed(state: SchedulerState, costs: Costs, lanes: list[Lane]) -> bool:
     """No slice time changed by more than a tenth, nothing else by more than a tenth of itself or of a slice."""
+    old_lanes, new_lanes = state.present_lanes, [lanes[index] for index in state.present]
     slice_times = [
-        (old.slice_ns, new.slice_ns)
-        for old, new in zip(state.lanes, lanes, strict=True)
-        if old.present and old.calibrated
+        (old.slice_ns, new.slice_ns) for old, new in zip(old_lanes, new_lanes, strict=True) if old.calibrated
     ]
     if any(abs(new - old) * CLOSE_ENOUGH > old for old, new in slice_times):
         return False
     shortest_ns = min((old for old, _ in slice_times), default=0)
-    old_times = _times_of_work(state.terms, state.costs, state.lanes)
-    new_times = _times_of_work(state.terms, costs, lanes)
+    old_times = _times_of_work(state.terms, state.costs, old_lanes)
+    new_times = _times_of_work(state.terms, costs, new_lanes)
     return all(
         abs(new - old) * CLOSE_ENOUGH <= max(old, shortest_ns)
         for old, new in zip(old_times, new_times, strict=True)

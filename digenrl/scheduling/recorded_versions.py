@@ -26,7 +26,10 @@ class VersionRecord:
             self._closed |= {step.index} if step.closed else set()
 
     def observe(self, event: Event, actions: Sequence[Action]) -> None:
-        """Enters a decision. A job counts by the version it was issued on, until its result tells the real one."""
+        """Enters a decision.
+
+        A job counts with the version it was issued on until its result reports the version used.
+        """
         if isinstance(event, Generated) and event.job.id in self._running:
             piece = event.job.slice
             self._end_jobs(piece)

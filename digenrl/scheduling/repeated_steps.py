@@ -29,7 +29,7 @@ def stale_budget(terms: Terms, step: StepProgress) -> int:
 
 def is_served(state: SchedulerState, version: int) -> bool:
     """Whether a generator lane serves a version or is about to load it, and no newer one was sent to it."""
-    return any(lane.present and not lane.helper and lane.sent_version == version for lane in state.lanes)
+    return any(not lane.helper and lane.sent_version == version for lane in state.present_lanes)
 
 
 def repeats_stale_slices(state: SchedulerState) -> bool:
@@ -38,7 +38,7 @@ def repeats_stale_slices(state: SchedulerState) -> bool:
         return False
     terms, step = state.terms, state.current
     room = step.stale_samples + terms.slice_size <= stale_budget(terms, step)
-    held = (lane.job for lane in state.lanes if isinstance(lane.job, Generate) and lane.job.stale)
+    held = (lane.job for lane in state.present_lanes if isinstance(lane.job, Generate) and lane.job.stale)
     generating = (job.slice for job in held if job.slice.step == step.index)
     pieces = (*(step.reissue[:1] if room else ()), *generating)
     return any(recorded_as_stale(step, piece) for piece in pieces)

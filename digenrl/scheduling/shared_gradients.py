@@ -51,7 +51,7 @@ def send_gradients(state: SchedulerState, at_ns: int) -> Outcome:
     From then on they wait for the next step: a good time to encode the prompts of the step after it.
     """
     step = state.current
-    if step.untrained_samples > sum(_samples_in_training(state, lane) for lane in state.lanes):
+    if step.untrained_samples > sum(_samples_in_training(state, lane) for lane in state.present_lanes):
         return state, ()
     jobs: list[Action] = []
     if state.idle and step.update == state.terms.updates - 1:
@@ -83,7 +83,7 @@ def commit_if_complete(state: SchedulerState, at_ns: int) -> Outcome:
     step, terms = state.current, state.terms
     if step.untrained_samples or not isinstance(state.trainer, Free):
         return state, ()
-    if any(lane.job is not None if lane.helper else lane.trained for lane in state.lanes):
+    if any(lane.job is not None if lane.helper else lane.trained for lane in state.present_lanes):
         return state, ()
     sent = tuple(each.job.id for each in step.gradients)
     if step.update < terms.updates - 1:
@@ -154,7 +154,10 @@ def _open_update(state: SchedulerState, update: int, at_ns: int) -> SchedulerSta
 
 
 def lose_trainers_gradients(state: SchedulerState, at_ns: int) -> SchedulerState:
-    """The trainer is lost with the sums of its own lanes and, after the first update, with the step's updates."""
+    """Losing the trainer loses its own lanes' gradient sums.
+
+    After the first update of a step, it also loses the step's earlier updates.
+    """
     if not state.steps:
         return state
     step = state.current

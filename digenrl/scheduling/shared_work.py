@@ -10,9 +10,12 @@ Slices of the next step, started on the version one behind, come after all work 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
 from digenrl.records import Action, Generate, Role, Slice, Train
 from digenrl.scheduling.changes import replace
-from digenrl.scheduling.dispatch import reserved_before
+from digenrl.scheduling.dispatch import piece_ns
 from digenrl.scheduling.shared_gradients import commit_if_complete, send_gradients
 from digenrl.scheduling.slice_assignment import SlicePicker
 from digenrl.scheduling.state import (
@@ -25,8 +28,8 @@ from digenrl.scheduling.state import (
     is_available,
     put_step,
 )
+from digenrl.units import UNLIMITED
 
-UNLIMITED = 1 << 30  # slices
 LATE = 1.25  # times what a job was expected to take
 
 # --- Decisions -------------------------------------------------------------------------------------------------
@@ -54,15 +57,17 @@ class _Allocation:
         step, terms = state.current, state.terms
         self._ready, self._later = list(step.ready), list[ReadyUnit]()
         if terms.updates > 1:
-            self._ready = [unit for unit in step.ready if terms.is_trained_in(step.place(unit.group), step.update)]
-            self._later = [unit for unit in step.ready if unit not in self._ready]
+            self._ready.clear()
+            for unit in step.ready:
+                is_now = terms.is_trained_in(step.place(unit.group), step.update)
+                (self._ready if is_now else self._later).append(unit)
         self._leaves_to_faster = self._rule.leaves_to_faster
         self._jobs: dict[int, Generate | Train] = {}
-        self._lanes = [
-            lane for lane in state.lanes if lane.present and lane.calibrated and is_available(state, lane)
-        ]
-        self._trainers = [lane for lane in self._lanes if lane.train_sample_ns]
+        self._lanes = [lane for lane in state.present_lanes if lane.calibrated and is_available(state, lane)]
         self._free_ns = {lane.index: max(at_ns, lane.ends_ns) if lane.job else at_ns for lane in self._lanes}
+        self._waited_for = list(self._lanes)
+        # By role and size: when each lane would finish such a piece, if it were its next, and the lane's index.
+        self._finishes: dict[tuple[Role, int], list[tuple[int, int]]] = {}
 
     def hand_out(self) -> Outcome:
         state = self._state
@@ -99,7 +104,7 @@ class _Allocation:
             taken = self._take_slice(lane, of_current_step=True) or self._take_training(lane)
         else:
             taken = self._take_training(lane) or (
-                not self._waits_for_others(lane) and self._take_slice(lane, of_current_step=True)
+                not self._waits_for_others() and self._take_slice(lane, of_current_step=True)
             )
         if not taken and self._may_work_ahead(lane):
             self._take_slice(lane, until_ns=self._may_work_ahead_until(lane))
@@ -114,11 +119,12 @@ class _Allocation:
             quota -= self._state.terms.slices_in(given.slice.size)
         return max(0, quota - lane.taken)
 
-    def _waits_for_others(self, lane: Lane) -> bool:
-        """Whether it should wait because other lanes have pieces left."""
-        return self._rule.strict and any(
-            other is not lane and self._left_of_quota(other) and not self._is_late(other) for other in self._lanes
-        )
+    def _waits_for_others(self) -> bool:
+        """Whether a lane without pieces left should wait because other lanes have some."""
+        others = self._waited_for  # pieces only become fewer, so a lane that is removed stays removed
+        while others and (self._is_late(others[-1]) or not self._left_of_quota(others[-1])):
+            others.pop()
+        return self._rule.strict and bool(others)
 
     def _is_late(self, lane: Lane) -> bool:
         """Whether its job takes so long that other lanes should not wait for its next one."""
@@ -129,7 +135,7 @@ class _Allocation:
         state = self._state
         if not self._ready or not lane.train_sample_ns or lane.version != state.committed:
             return False
-        end_ns = self._at_ns + lane.switch_ns("train") + self._train_ns(lane)
+        end_ns = self._at_ns + lane.switch_ns("train") + self._train_ns(lane, self._ready[0].size)
         if self._leaves_to_faster and self._others_train_all(lane, end_ns):
             return False
         unit = self._ready.pop(0)
@@ -139,8 +145,8 @@ class _Allocation:
         self._give(lane, job, end_ns)
         return True
 
-    def _train_ns(self, lane: Lane) -> int:
-        return lane.train_ns(self._ready[0].size) // self._state.terms.updates_per_group
+    def _train_ns(self, lane: Lane, samples: int) -> int:
+        return lane.train_ns(samples) // self._state.terms.updates_per_group
 
     def _others_train_all(self, lane: Lane, end_ns: int) -> bool:
         """Whether the other lanes would finish everything that is ready before this lane has finished one job.
@@ -149,16 +155,33 @@ class _Allocation:
         """
         if self._picker.unstarted(current_step_only=True):
             return False
-        left = len(self._ready)
-        for other in self._trainers:
-            if other is lane or other.version != lane.version:
-                continue
-            time_ns = end_ns - 1 - self._free_ns[other.index] - self._next_switch_ns(other, "train")
-            if time_ns > 0:
-                left -= time_ns // max(1, self._train_ns(other))
+        left, size = len(self._ready), self._ready[0].size
+        for other, finish_ns in self._others_before(lane, "train", size, end_ns):
+            if other.version == lane.version:
+                left -= (end_ns - 1 - finish_ns) // max(1, self._train_ns(other, size)) + 1
                 if left <= 0:
                     return True
         return False
+
+    def _others_before(self, lane: Lane, role: Role, size: int, end_ns: int) -> Iterator[tuple[Lane, int]]:
+        """The other lanes that would finish a piece of this size earlier, soonest first, and when.
+
+        The order is kept while lanes take work. Otherwise each of hundreds of idle lanes would look at all others.
+        """
+        finishes = self._finishes.get((role, size))
+        if finishes is None:
+            able = (other for other in self._lanes if role == "generate" or other.train_sample_ns)
+            finishes = sorted((self._finish_ns(other, role, size), other.index) for other in able)
+            self._finishes[role, size] = finishes
+        for finish_ns, index in finishes:
+            if finish_ns >= end_ns:
+                return
+            if index != lane.index:
+                yield self._state.lanes[index], finish_ns
+
+    def _finish_ns(self, lane: Lane, role: Role, size: int) -> int:
+        length_ns = piece_ns(lane, size) if role == "generate" else max(1, self._train_ns(lane, size))
+        return self._free_ns[lane.index] + self._next_switch_ns(lane, role) + length_ns
 
     def _next_switch_ns(self, lane: Lane, role: Role) -> int:
         """The time until it can work in this role, after a job that it was given at this instant."""
@@ -211,14 +234,14 @@ class _Allocation:
     def _others_generate_all(self, lane: Lane, length: int, end_ns: int) -> bool:
         """Whether the other lanes would finish all unstarted slices before this lane has finished these."""
         unstarted = self._picker.unstarted(current_step_only=True) or self._picker.unstarted()
-        for other in self._lanes:
-            if other is lane or other.version < lane.version:
+        for other, finish_ns in self._others_before(lane, "generate", length, end_ns):
+            if other.version < lane.version:
                 continue
             left = self._left_of_quota(other)
             if not self._rule.strict and (left or not self._ready):
                 left = UNLIMITED
-            free_ns = self._free_ns[other.index] + self._next_switch_ns(other, "generate")
-            unstarted -= min(left, reserved_before([(other, free_ns, 1)], length, end_ns))
+            jobs = (end_ns - 1 - finish_ns) // other.slice_ns + 1
+            unstarted -= min(left, jobs * other.slices_at_once)
             if unstarted <= 0:
                 return True
         return False
@@ -241,7 +264,7 @@ class _Allocation:
     def _next_complete_group_ns(self) -> int:
         """When the next group of the current step is expected to be complete, if all of it is under way."""
         step, complete_ns = self._state.current, dict[int, int]()
-        for lane in self._state.lanes:
+        for lane in self._state.present_lanes:
             job = self._jobs.get(lane.index, lane.job)
             if isinstance(job, Generate) and job.slice.step == step.index:
                 end_ns = self._free_ns.get(lane.index, self._at_ns)
@@ -252,7 +275,7 @@ class _Allocation:
         """A lower bound of when the current step can be committed."""
         state, latest_ns = self._state, self._at_ns
         step = state.current
-        for lane in state.lanes:
+        for lane in state.present_lanes:
             job = self._jobs.get(lane.index, lane.job)
             if isinstance(job, Generate | Train) and job.slice.step == step.index:
                 latest_ns = max(latest_ns, self._free_ns.get(lane.index, self._at_ns))
@@ -264,8 +287,13 @@ class _Allocation:
         return max(latest_ns, self._at_ns + round(open_samples / rate)) if rate else latest_ns
 
     def _give(self, lane: Lane, job: Generate | Train, end_ns: int) -> None:
+        listed = [key for key in self._finishes if key[0] == "generate" or lane.train_sample_ns]
+        for key in listed:
+            del self._finishes[key][bisect_left(self._finishes[key], (self._finish_ns(lane, *key), lane.index))]
         self._jobs[lane.index] = job
         self._free_ns[lane.index] = end_ns
+        for key in listed:
+            insort(self._finishes[key], (self._finish_ns(lane, *key), lane.index))
 
     def _next_id(self) -> int:
         return self._state.jobs_issued + len(self._jobs)

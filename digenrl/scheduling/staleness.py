@@ -6,11 +6,11 @@ stay within the budget; it keeps the version it started with. Nothing is ever mo
 
 from __future__ import annotations
 
-ANY_NUMBER = 1 << 30
+from digenrl.units import UNLIMITED
 
 
 def admitted_samples(step: int, version: int, stale_so_far: int, stale_budget: int) -> int:
     """How many more samples of `step` may start on weights of `version`."""
     if version >= step:
-        return ANY_NUMBER
+        return UNLIMITED
     return stale_budget - stale_so_far if version == step - 1 else 0

@@ -34,7 +34,6 @@ from digenrl.scheduling.changes import replace
 from digenrl.scheduling.order import slice_at
 from digenrl.scheduling.terms import Costs, Terms
 
-UNLIMITED = 1 << 30
 NO_VERSION = -2  # older than any step admits
 
 AnyJob = TypeVar("AnyJob", bound=Job)
@@ -57,7 +56,6 @@ class Lane:
     helper: bool  # one of the trainer's lanes
     version: int
     job: LaneJob | None = None
-    present: bool = True
     take_ns: tuple[int, ...] = ()
     sent_version: int = NO_VERSION  # the newest version that was published to it, loaded or not
     train_sample_ns: Fraction = Fraction(0)
@@ -302,7 +300,8 @@ class SchedulerState:
 
     terms: Terms
     costs: Costs
-    lanes: tuple[Lane, ...]
+    lanes: tuple[Lane, ...]  # by number; a lost one keeps its place
+    present: tuple[int, ...]  # the lanes that are not lost, in their order
     idle: tuple[int, ...]  # idle generator lanes, in the order of `idle_rank`; calibrated ones only
     helpers: tuple[int, ...]
     steps: tuple[StepProgress, ...]  # the current step and, unless it is the last, the next
@@ -326,6 +325,11 @@ class SchedulerState:
     wake_ns: int = -1  # the tick that was asked for last
     uncalibrated: tuple[int, ...] = ()  # lanes that wait for their Calibrate job
     recorded: tuple[RecordedStep, ...] = ()  # what a resumed run has to repeat
+
+    @property
+    def present_lanes(self) -> list[Lane]:
+        """The lanes that are not lost. A long run may have lost far more."""
+        return [self.lanes[index] for index in self.present]
 
     @property
     def all_committed(self) -> bool:
@@ -380,6 +384,7 @@ def initial_state(
         terms=terms,
         costs=costs,
         lanes=lanes,
+        present=tuple(range(len(lanes))),
         idle=tuple(lane.index for lane in sorted(generating, key=lambda lane: idle_rank(costs, lane))),
         helpers=() if terms.colocated or terms.shares_work else tuple(lane.index for lane in lanes if lane.helper),
         steps=tuple(
@@ -507,7 +512,9 @@ def put_lane(state: SchedulerState, lane: Lane) -> SchedulerState:
 
 def lanes_with(state: SchedulerState, lane: Lane) -> tuple[Lane, ...]:
     """The lanes with one of them replaced or, if it is new, added."""
-    return (*state.lanes[: lane.index], lane, *state.lanes[lane.index + 1 :])
+    lanes = list(state.lanes)
+    lanes[lane.index : lane.index + 1] = [lane]
+    return tuple(lanes)
 
 
 def put_group(step: StepProgress, index: int, group: GroupProgress) -> tuple[GroupProgress, ...]:

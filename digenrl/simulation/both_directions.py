@@ -21,7 +21,8 @@ from digenrl.simulation.shared_work import (
     greedy_rule,
     makespan_ns,
 )
-from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
+from digenrl.simulation.spec_costs import initial_scheduler_state
+from digenrl.units import NS_PER_SECOND
 
 PredictMakespan = Callable[[Spec], tuple[Spec, float]]  # of a SPEC without `both`, with its best slice size
 

@@ -15,7 +15,8 @@ from digenrl.scheduling.state import BubblePlan, HelpPlan, SchedulerState
 from digenrl.scheduling.terms import Terms
 from digenrl.simulation.both_directions import ChosenSchedule, choose_schedule
 from digenrl.simulation.shared_work import makespan_ns
-from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
+from digenrl.simulation.spec_costs import initial_scheduler_state
+from digenrl.units import NS_PER_SECOND
 
 SEARCH_BUDGET = 5_000
 

@@ -12,10 +12,11 @@ from digenrl.scheduling import SchedulerState
 from digenrl.scheduling.invariants import Auditor
 from digenrl.simulation.answer import Answer, bound_seconds
 from digenrl.simulation.makespan import schedule_if_lanes_do_both, with_best_slice
-from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
+from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.simulation.virtual_cluster import VirtualCluster
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import GENERATOR_POOL, TRAINER_LANE, TRAINER_POOL, Trace, Work
+from digenrl.units import NS_PER_SECOND
 
 
 @dataclass(frozen=True, slots=True)

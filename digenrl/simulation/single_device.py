@@ -14,8 +14,9 @@ from digenrl.config.spec import ScheduleRules
 from digenrl.records import LaneOffer
 from digenrl.scheduling import Costs, Terms
 from digenrl.simulation.prediction import predict
-from digenrl.simulation.spec_costs import NS_PER_SECOND, slice_seconds, to_ns, with_rules
+from digenrl.simulation.spec_costs import slice_seconds, to_ns, with_rules
 from digenrl.telemetry.trace import Trace
+from digenrl.units import NS_PER_SECOND
 
 PREDICTED_STEPS = 3
 LANE = "device-0"  # the lane's name in such a run

@@ -12,8 +12,8 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.spec import ScheduleRules, Spec
 from digenrl.records import LaneOffer
 from digenrl.scheduling import Costs, SchedulerState, SharedWorkRule, Terms, initial_state
+from digenrl.units import NS_PER_SECOND
 
-NS_PER_SECOND = 1_000_000_000
 GENERATE_FIRST = SharedWorkRule()
 
 

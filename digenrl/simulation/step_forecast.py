@@ -13,8 +13,8 @@ from heapq import heapify, heappop, heappush
 from typing import Any
 
 from digenrl.scheduling import SchedulerState, SharedWorkRule
-from digenrl.scheduling.shared_work import UNLIMITED
 from digenrl.scheduling.state import idle_rank
+from digenrl.units import UNLIMITED
 
 NEVER_NS = 1 << 60
 

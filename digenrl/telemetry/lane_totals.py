@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from digenrl.telemetry.lane_shares import TimeWindow
 from digenrl.telemetry.trace import TRAINER_LANE, TRAINER_POOL, LaneInfo, Span, Trace, Work
 from digenrl.telemetry.utilisation import Intervals, counted_rows, lane_uses, merged, spans_by_lane
-
-_NS_PER_SECOND = 1_000_000_000
+from digenrl.units import NS_PER_SECOND
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +61,10 @@ def _totals(
         pool=lane.pool,
         generated=_samples(generating, window),
         trained=_samples(training, window),
-        generating_s=generating_ns / _NS_PER_SECOND,
-        training_s=training_ns / _NS_PER_SECOND,
-        other_s=(present_ns - idle_ns - generating_ns - training_ns) / _NS_PER_SECOND,
-        idle_s=idle_ns / _NS_PER_SECOND,
+        generating_s=generating_ns / NS_PER_SECOND,
+        training_s=training_ns / NS_PER_SECOND,
+        other_s=(present_ns - idle_ns - generating_ns - training_ns) / NS_PER_SECOND,
+        idle_s=idle_ns / NS_PER_SECOND,
     )
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from digenrl.telemetry.trace import Trace
-
-_NS_PER_S = 1_000_000_000
+from digenrl.units import NS_PER_SECOND
 
 
 def horizon_ns(trace: Trace) -> int:
@@ -34,5 +33,5 @@ def seconds_text(time_ns: int) -> str:
     >>> seconds_text(1_700_000_000), seconds_text(20_000_000_000), seconds_text(1)
     ('1.7', '20', '0.000000001')
     """
-    whole, rest_ns = divmod(time_ns, _NS_PER_S)
+    whole, rest_ns = divmod(time_ns, NS_PER_SECOND)
     return f"{whole}.{rest_ns:09d}".rstrip("0").rstrip(".")

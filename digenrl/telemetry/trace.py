@@ -24,6 +24,7 @@ TRAINER_LANE: Final = "trainer"  # the row of the trainer as one unit; its helpe
 GENERATOR_POOL: Final = "generator"
 REWARD_POOL: Final = "reward"
 TRAINER_POOL: Final = "trainer"
+POOLS: Final = (GENERATOR_POOL, REWARD_POOL, TRAINER_POOL)  # in the order of a trace's rows
 
 
 class Work(StrEnum):

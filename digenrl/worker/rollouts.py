@@ -28,7 +28,7 @@ from digenrl.models.trajectory import RolloutPlan
 from digenrl.records import SampleId, Slice
 from digenrl.worker.blueprint import Blueprint
 
-HELD_OUT_STEP = 0  # held-out samples use their own seed and always the same initial noise
+HELD_OUT_NOISE_STEP = 0  # held-out samples use their own seed and always the same initial noise
 
 
 def row_limits(blueprint: Blueprint, several_ranks: bool = False) -> RowLimits:
@@ -114,7 +114,7 @@ def _held_out_batch(
     evaluation = blueprint.recipe.evaluation
     assert evaluation is not None, "a recipe without evaluation has no held-out samples"
     limits = limits or row_limits(blueprint)
-    samples = [SampleId(HELD_OUT_STEP, first + row, 0) for row in range(len(conditioning))]
+    samples = [SampleId(HELD_OUT_NOISE_STEP, first + row, 0) for row in range(len(conditioning))]
     plans = plan_rollouts(
         EulerOnly(),
         samples,

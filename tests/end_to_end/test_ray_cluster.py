@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ray
+from counted_pickle import CountedPickle
 from ray_clusters import (
     AddUp,
     Did,
@@ -36,6 +37,7 @@ from digenrl.config.rewards.table import parse_rewards
 from digenrl.records import Export, Exported, Job, Publish, Published, WeightsReference
 from digenrl.training.ranks.rank import Rank
 from digenrl.transports.contract import Gone, InputsLost, Message, Report
+from digenrl.transports.ray import transport as ray_transport
 from digenrl.transports.ray import weight_broadcast
 from digenrl.transports.ray.joining import RayCluster
 from digenrl.transports.ray.package_versions import check_versions
@@ -160,15 +162,18 @@ def setting(shared: Setting) -> Iterator[Setting]:
     assert shared.transport.receive(0) == []
 
 
-def test_tensors_go_from_worker_to_worker_and_the_driver_gets_only_reports(setting: Setting) -> None:
+def test_tensors_go_from_worker_to_worker_and_the_driver_gets_only_reports(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     near, distant, transport = setting.near, setting.distant, setting.transport
-    before = transport.driver_bytes
+    reports = CountedPickle()
+    monkeypatch.setattr(ray_transport, "pickle", reports)
     assert setting.values((near, Leave("a", NUMBERS)), (near, Leave("b", 3, first=1.0))) == [0, 0]
     assert setting.values((distant, Sleep(0.1)), (distant, AddUp(("a", "b")))) == [0, SUM + 6]
     assert setting.process(near).node_id != setting.process(distant).node_id
     references = [transport.artifacts.get(name) for name in ("a", "b")]
     assert all(where["node_ids"] for where in ray.experimental.get_object_locations(references).values())
-    assert before < transport.driver_bytes < before + 8 * NUMBERS
+    assert 0 < reports.bytes_read < 8 * NUMBERS
     assert (setting.logs / f"{near.name}.log").read_text() == f"{near.name} has started\n"
 
 

@@ -21,8 +21,8 @@ from digenrl.simulation.answer import bound_seconds
 from digenrl.simulation.both_directions import initial_shared_state
 from digenrl.simulation.makespan import predict_makespan
 from digenrl.simulation.simulator import simulate
-from digenrl.simulation.spec_costs import NS_PER_SECOND
 from digenrl.simulation.step_forecast import lane_times
+from digenrl.units import NS_PER_SECOND
 
 IMPOSSIBLE = float("inf")
 TWO_CARDS: dict[str, Any] = {

@@ -11,8 +11,9 @@ from digenrl.config.reading import parse_model
 from digenrl.config.spec import Spec
 from digenrl.simulation.prediction import PredictedRun, predict
 from digenrl.simulation.simulator import simulate
-from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
+from digenrl.simulation.spec_costs import initial_scheduler_state
 from digenrl.telemetry.trace import Work
+from digenrl.units import NS_PER_SECOND
 
 BUDGET = 500
 

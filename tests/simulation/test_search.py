@@ -14,7 +14,8 @@ from digenrl.scheduling.help.help_rules import GREEDY, WAIT_ALWAYS, simulate_hel
 from digenrl.scheduling.help.search import least_commit_ns
 from digenrl.simulation.makespan import predict_makespan
 from digenrl.simulation.simulator import simulate
-from digenrl.simulation.spec_costs import NS_PER_SECOND, initial_scheduler_state
+from digenrl.simulation.spec_costs import initial_scheduler_state
+from digenrl.units import NS_PER_SECOND
 from simulation.reference_model import reference_answer
 
 HELPS = ("none", "greedy", "search", "auto")

@@ -302,16 +302,28 @@ def test_the_weight_of_stale_samples_is_averaged_over_updates() -> None:
 def test_costs_follow_the_run_and_a_hiccup_does_not_move_them() -> None:
     offers = {0: LaneOffer("a", 100), 1: LaneOffer("b", 200)}
     tracker = CostTracker(offers, Costs(train_sample_ns=Fraction(7), commit_ns=5, score_ns=3))
-    assert tracker.measured(9).train_sample_ns == 7
+    assert tracker.measured(9, {0, 1}).train_sample_ns == 7
     for _ in range(REMEMBERED):
         tracker.add_slices(0, 1, 300)
         tracker.add("train_sample", 10)
     tracker.add_slices(0, 1, 10**9)
     tracker.add_lane(2, LaneOffer("c", 450))
-    costs = tracker.measured(9)
+    costs = tracker.measured(9, {0, 1, 2})
     assert (costs.at_ns, costs.train_sample_ns, costs.commit_ns, costs.score_ns) == (9, 10, 5, 3)
     assert costs.lane_slice_ns == ((0, 300), (1, 200), (2, 450))
     assert tracker.offer(0, "a again") == LaneOffer("a again", 300)
+
+
+def test_the_times_of_lost_lanes_are_not_reported_but_kept_for_their_replacements() -> None:
+    offers = {lane: LaneOffer(f"lane-{lane}", 100 + lane, train_sample_ns=Fraction(5)) for lane in range(3)}
+    tracker = CostTracker(offers, Costs(train_sample_ns=Fraction(7)))
+    tracker.add_publication("near", (0, 1), 10)
+    tracker.add_publication("far", (2,), 20)
+    costs = tracker.measured(0, {2, 0})
+    assert costs.lane_slice_ns == ((0, 100), (2, 102))
+    assert costs.lane_train_ns == ((0, 5), (2, 5))
+    assert costs.lane_publish_ns == ((0, 10), (2, 20))
+    assert tracker.offer(1, "lane-1 again").slice_ns == 101
 
 
 def test_a_lane_that_takes_several_slices_at_once_is_timed_by_all_of_them() -> None:
@@ -320,7 +332,7 @@ def test_a_lane_that_takes_several_slices_at_once_is_timed_by_all_of_them() -> N
     assert [offer.expected_ns(slices) for slices in (1, 2, 3, 4)] == [1e9, 1.5e9, 2e9, 2.5e9]
     tracker = CostTracker({0: offer}, Costs(train_sample_ns=Fraction(7)))
     tracker.add_slices(0, slices=1, ns=2_000_000_000)  # a rest of a group, twice as slow as expected
-    assert tracker.measured(0).lane_slice_ns == ((0, 5_000_000_000),)
+    assert tracker.measured(0, {0}).lane_slice_ns == ((0, 5_000_000_000),)
 
 
 def test_a_lane_timed_with_one_size_is_expected_in_proportion() -> None:
@@ -331,7 +343,7 @@ def test_a_lane_timed_with_one_size_is_expected_in_proportion() -> None:
 def test_a_cost_is_never_nothing() -> None:
     tracker = CostTracker({0: LaneOffer("a", 100)}, Costs(train_sample_ns=Fraction(7)))
     tracker.add("publish", 0)
-    assert tracker.measured(0).publish_ns == 1
+    assert tracker.measured(0, {0}).publish_ns == 1
     with pytest.raises(KeyError):
         tracker.add("coffee", 1)
 
@@ -339,10 +351,10 @@ def test_a_cost_is_never_nothing() -> None:
 def test_publishing_is_measured_per_pool_if_there_are_several() -> None:
     tracker = CostTracker({0: LaneOffer("a", 100), 1: LaneOffer("b", 100)}, Costs(train_sample_ns=Fraction(7)))
     tracker.add_publication("near", (0,), 10)
-    assert tracker.measured(0).lane_publish_ns == ()
+    assert tracker.measured(0, range(3)).lane_publish_ns == ()
     tracker.add_publication("far", (1, 2), 500)
     tracker.add_publication("far", (1,), 700)
-    assert tracker.measured(0).lane_publish_ns == ((0, 10), (1, 600), (2, 600))
+    assert tracker.measured(0, range(3)).lane_publish_ns == ((0, 10), (1, 600), (2, 600))
 
 
 class SmallStore:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from digenrl.transports.ray.capacity import (
     check_capacity,
 )
 from digenrl.transports.ray.placing import place_on_cluster, resource_request, torch_threads, total_cpus
+from digenrl.worker.assignment import Assignment
 
 
 def node(name: str, labels: dict[str, str] | None = None, **resources: float) -> NodeResources:
@@ -32,6 +35,9 @@ H100 = node("a", {"zone": "east"}, CPU=8, GPU=4, accelerator_type__H100=1)
 A6000 = node("b", {"zone": "west"}, CPU=8, GPU=2, accelerator_type__A6000=1)
 PLAIN = node("c", CPU=4, disk=1)
 MIXED = ClusterResources((H100, A6000, PLAIN))
+
+
+REAL_RESERVE = FreeResources.reserve
 
 
 class FakeCluster:
@@ -59,6 +65,37 @@ def test_versions_are_compared_only_with_machines_of_a_cluster_that_was_there_be
         monkeypatch.setattr(backend, "open_cluster", lambda *_, here=started_here: FakeCluster(here))
         backend.RayBackend.find(cluster_recipe())
         assert compared == expected
+
+
+def test_workers_that_wait_for_room_look_at_the_cluster_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    transport = pytest.importorskip("digenrl.transports.ray.transport")
+    monkeypatch.setattr(transport, "CHECK_INTERVAL_S", math.inf)
+    looks, tries = list[ClusterResources](), list[ResourceRequest]()
+
+    def look() -> ClusterResources:
+        looks.append(MIXED)
+        return MIXED
+
+    def reserve(free: FreeResources, request: ResourceRequest) -> str | None:
+        tries.append(request)
+        return REAL_RESERVE(free, request)
+
+    monkeypatch.setattr(FreeResources, "reserve", reserve)
+    pools = [
+        {"name": "fast", "accelerator": "H100", "gpus": 8, "count": 50},
+        {"name": "slow", "accelerator": "A6000", "gpus": 2, "count": 50},
+    ]
+    recipe = cluster_recipe(cluster={"generators": pools}, lanes={"device": "auto"})
+    workers = transport.RayTransport(SimpleNamespace(resources=look), recipe)
+    looks_before = len(looks)
+    assignments = [
+        Assignment(f"g-{pool}-{index}", frozenset({"generate"}), "cuda", recipe, None, pool=pool)
+        for pool in ("fast", "slow")
+        for index in range(50)
+    ]
+    assert [workers.has_room(each) for each in assignments] == [False] * 50 + [True] * 50
+    assert len(looks) - looks_before == 1
+    assert len(tries) == 1 + 50, "equal requests are tried once, if they do not fit"
 
 
 def test_generators_of_all_pools_are_numbered_and_the_reserve_comes_last(tmp_path: Path) -> None:

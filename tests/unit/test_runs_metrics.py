@@ -140,6 +140,18 @@ def test_a_step_has_the_shares_of_the_full_trace() -> None:
     assert [numbers["version"] for numbers in steps] == [1, 2, 3, 4]
 
 
+def test_many_lanes_have_one_busy_share_per_pool() -> None:
+    kept = {count: KeptNumbers() for count in (20, 40)}
+    for count, sink in kept.items():
+        generators = [{"name": "a100", "count": count, "seconds": {1: 1.0, 2: 1.7}}]
+        watch(initial_state_of(generators=generators), [sink])
+    for few, many in zip(kept[20].steps, kept[40].steps, strict=True):
+        of_many = {name: share for name, share in many.items() if name.startswith("busy/")}
+        assert of_many.keys() == {"busy/generator", "busy/reward", "busy/trainer"}
+        assert all(0 < share <= 1 for share in of_many.values())
+        assert few.keys() >= {"busy/a100-19", "busy/reward-1", "busy/trainer", "busy/helper-1"}
+
+
 @settings(max_examples=60)
 @given(st.data())
 def test_any_run_has_the_shares_of_its_full_trace_however_lanes_join_and_leave(data: st.DataObject) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from handmade_traces import SECOND, helped_trace, on_policy_trace, span
 
 from digenrl.config.reading import ConfigError
 from digenrl.run_folder.folder import FORMAT
+from digenrl.run_folder.metric_lines import read_steps
 from digenrl.run_folder.reading import read_run
 from digenrl.telemetry.trace import LaneInfo, Trace, Work
 
@@ -108,6 +110,25 @@ def test_an_impossible_span_is_an_error_with_its_line(
     write_lines(folder / "spans.jsonl", [*rows[:2], {**rows[2], **change}])
     with pytest.raises(ConfigError, match=re.escape(f"spans.jsonl, line 3: {complaint}")):
         read_run(folder)
+
+
+@pytest.mark.parametrize("order", [[*range(200)], [*range(200), *range(150, 200)]], ids=["once", "resumed"])
+def test_steps_are_read_one_at_a_time(order: list[int], tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        {"step": step, **{f"busy/lane-{lane}": nth / 256 for lane in range(300)}} for nth, step in enumerate(order)
+    ]
+    write_lines(path, lines)
+    read_first = [(record.step, record.values["busy/lane-7"]) for record in read_steps(path)]
+    assert read_first == [
+        (step, max(nth for nth, each in enumerate(order) if each == step) / 256) for step in range(200)
+    ]
+    tracemalloc.start()
+    try:
+        assert sum(1 for _ in read_steps(path)) == 200
+        assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 4
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_step_that_a_resumed_run_repeated_counts_once_with_its_later_values(tmp_path: Path) -> None:

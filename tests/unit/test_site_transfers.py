@@ -227,6 +227,18 @@ def test_a_version_crosses_the_link_to_a_site_once_for_all_its_pools(threads: Th
     assert all(each.bytes < each.whole_bytes for each in sites.transfers[4:]), "patches"
 
 
+def test_the_names_of_versions_that_were_sent_long_ago_are_forgotten(threads: ThreadPoolExecutor) -> None:
+    sites, sizes = SeveralSites(threads, ["home/fast", "far/fast"]), []
+    for version in range(1, 7):
+        sites.publish(version, "home/fast", "far/fast")
+        sites.until_idle()
+        sizes.append(len(repr(sites.broadcaster._held)))
+    assert len(set(sizes[1:])) == 1
+    sites.publish(6, "home/fast")
+    sites.until_idle()
+    assert sites.crossings() == {HOME: 6, FAR: 6}, "it is not sent again"
+
+
 def test_one_that_asks_later_or_has_joined_gets_the_version_inside_its_site(threads: ThreadPoolExecutor) -> None:
     sites = SeveralSites(threads, ["far/fast", "far/slow"])
     sites.publish(1, "far/fast")

@@ -10,8 +10,9 @@ from digenrl.scheduling.help.forecast_from_state import forecast_from_state
 from digenrl.scheduling.help.help_rules import Plan
 from digenrl.scheduling.help.lookahead import look_ahead
 from digenrl.scheduling.help.search import search_help
-from digenrl.scheduling.state import UNLIMITED, BubblePlan, HelpPlan, SchedulerState
+from digenrl.scheduling.state import BubblePlan, HelpPlan, SchedulerState
 from digenrl.scheduling.terms import Terms
+from digenrl.units import UNLIMITED
 
 CLOSE_ENOUGH = 10  # measured times vary: a bubble is the planned one if it opens within 1/10 of a slice
 

@@ -28,9 +28,7 @@ Member = tuple[int, int, int]  # position, group and number of slices of a lane'
 def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
     """The future from a bubble of `state` on, after generators have taken what they may."""
     terms = state.terms
-    generators = [
-        lane for lane in state.lanes if lane.present and lane.calibrated and (terms.colocated or not lane.helper)
-    ]
+    generators = [lane for lane in state.present_lanes if lane.calibrated and (terms.colocated or not lane.helper)]
     by_kind: dict[Kind, list[Lane]] = {}
     for lane in generators:
         by_kind.setdefault((lane.publish_ns, lane.slice_ns, lane.take_ns), []).append(lane)
@@ -43,7 +41,7 @@ def forecast_from_state(state: SchedulerState, at_ns: int) -> Forecast:
         lane_class = class_of[lane.publish_ns, lane.slice_ns, lane.take_ns]
         has_weights = lane.version >= published[constants.class_link[lane_class]]
         (idle if has_weights else without_weights)[lane_class] += 1
-    helpers = [lane for lane in state.lanes if lane.helper and lane.calibrated and not terms.colocated]
+    helpers = [lane for lane in state.present_lanes if lane.helper and lane.calibrated and not terms.colocated]
     by_class = [(HELPER_CLASS, helpers), *((class_of[kind], lanes) for kind, lanes in by_kind.items())]
     running = _bundles_under_way(state, at_ns, by_class)
     for lane_class, lanes in enumerate(without_weights):

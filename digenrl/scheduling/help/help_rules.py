@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from digenrl.scheduling.help.forecast import Forecast
-from digenrl.scheduling.state import UNLIMITED, HelpPlan, PlannedBubble
+from digenrl.scheduling.state import HelpPlan, PlannedBubble
+from digenrl.units import UNLIMITED
 
 Plan = tuple[PlannedBubble, ...]
 

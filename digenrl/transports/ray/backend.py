@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,6 @@ class RayBackend:
 
     def __init__(self, cluster: RayCluster) -> None:
         self.cluster = cluster
-        self.driver_bytes: Callable[[], int] = lambda: 0  # bytes of all reports in the last run
 
     @classmethod
     def find(cls, recipe: Recipe) -> RayBackend:
@@ -69,7 +67,6 @@ class RayBackend:
         workers = place_on_cluster(recipe, self.cluster.resources(), checkpoint, run)
         metrics = TransferMetrics()
         transport = RayTransport(self.cluster, recipe, run / "logs", metrics.add)
-        self.driver_bytes = lambda: transport.driver_bytes
         return RunResources(
             RankGroupTransport(transport), transport.artifacts, workers, transport.stop, metrics.take
         )

@@ -42,14 +42,13 @@ from digenrl.transports.ray.weight_broadcast import WeightBroadcaster, WeightTra
 from digenrl.transports.ray.worker_handles import ACTOR_DIED, PendingCall, WorkerHandle
 from digenrl.worker.assignment import Assignment
 
-CHECK_INTERVAL_S = 0.5  # of heartbeats and start timeouts
+CHECK_INTERVAL_S = 0.5  # of heartbeats, start timeouts and free resources
 
 
 class RayTransport:
     """Actors by worker name. Their output goes to `logs`, on machines that share this folder.
 
-    `on_transfer` is called for weights that reached workers. `driver_bytes` counts the bytes of all reports, which
-    is all that the driver receives.
+    `on_transfer` is called for weights that reached workers.
     """
 
     def __init__(
@@ -71,8 +70,10 @@ class RayTransport:
         self.artifacts = RayArtifactStore(sites, holds_weights=not broadcasts)
         setting = "never" if broadcasts else recipe.cluster.weight_patches
         self._patches = AdapterPatches(setting, self._workers, self.artifacts)
-        self.driver_bytes = 0
         self._checked_s = 0.0  # when all workers were last checked for a sign of life
+        self._nodes: tuple[NodeResources, ...] = ()
+        self._nodes_seen_s = 0.0
+        self._without_room: list[ResourceRequest] = []  # of workers that did not fit
         self._checked_nodes = {node.id for node in cluster.resources().nodes}  # the others have joined since
 
     # --- Starting and ending ------------------------------------------------------------------------------------
@@ -93,7 +94,12 @@ class RayTransport:
 
     def has_room(self, assignment: Assignment) -> bool:
         request, free = resource_request(assignment), self._free_resources()
-        return all(free.reserve(request) is not None for _ in range(request.count))
+        if request in self._without_room:
+            return False
+        has_room = all(free.reserve(request) is not None for _ in range(request.count))
+        if not has_room:
+            self._without_room.append(request)
+        return has_room
 
     def end(self, worker: str) -> None:
         if worker in self._workers:
@@ -101,6 +107,7 @@ class RayTransport:
                 self._broadcaster.forget(worker)
             self._patches.forget(worker)
             self._workers.pop(worker).kill()
+            self._without_room.clear()
 
     def stop(self) -> None:
         for worker in list(self._workers):
@@ -109,16 +116,23 @@ class RayTransport:
 
     def _free_resources(self) -> FreeResources:
         """Free resources of all machines: the lower of Ray's figures, which lag behind, and our own."""
-        nodes = self._cluster.resources().nodes
-        return FreeResources(nodes, {node.id: self._free_on(node) for node in nodes})
-
-    def _free_on(self, node: NodeResources) -> dict[str, float]:
-        free = dict(node.total)
+        nodes = self._seen_nodes()
+        free = {node.id: dict(node.total) for node in nodes}
         for worker in self._workers.values():
-            if worker.node_id == node.id:
-                for kind, amount in worker.request.resources.items():
-                    free[kind] = free.get(kind, 0) - amount
-        return {kind: min(amount, node.free.get(kind, 0)) for kind, amount in free.items()}
+            on_node = free.get(worker.node_id or "", {})
+            for kind, amount in worker.request.resources.items():
+                on_node[kind] = on_node.get(kind, 0) - amount
+        for node in nodes:
+            free[node.id] = {kind: min(left, node.free.get(kind, 0)) for kind, left in free[node.id].items()}
+        return FreeResources(nodes, free)
+
+    def _seen_nodes(self) -> tuple[NodeResources, ...]:
+        """The machines. Hundreds of workers that wait for room ask for them together: they are seen once."""
+        now_s = time.monotonic()
+        if not self._nodes or now_s - self._nodes_seen_s >= CHECK_INTERVAL_S:
+            self._nodes, self._nodes_seen_s = self._cluster.resources().nodes, now_s
+            self._without_room.clear()
+        return self._nodes
 
     def _rendezvous_of(self, assignment: Assignment, actor: Any) -> Any:
         """A reference to the address where ranks meet, which the actor of rank 0 chooses."""
@@ -203,7 +217,6 @@ class RayTransport:
         except ray.exceptions.ObjectLostError as error:
             return self._explain_lost_inputs(call, error)
         report: Report = pickle.loads(pickled)
-        self.driver_bytes += len(pickled)
         worker.ready = True
         if call.job is not None and isinstance(report, Result) and not isinstance(report, JobFailed):
             for name in (*call.job.writes(), *made_patches(report)):

@@ -61,7 +61,7 @@ class WeightBroadcaster:
     ) -> None:
         self._workers, self._sites, self._on_transfer = workers, sites, on_transfer
         self._lacking: dict[str, dict[str, WeightsReference]] = {}  # by name of the weights, then by worker
-        self._held: dict[str, list[str]] = {}  # names, by worker, the newest last
+        self._held: dict[str, list[str]] = {}  # the last two names, by worker, the newest last
         self._staged: tuple[str, str] | None = None  # the sender, and the name of its weights
         self._running: list[_RunningBroadcast] = []
         self._failed: set[tuple[str, str]] = set()  # names of weights and sites in which a broadcast failed
@@ -174,7 +174,7 @@ class WeightBroadcaster:
         received = tuple(worker for worker, outcome in present.items() if _succeeded(outcome))
         for worker in received:
             if worker in self._workers:
-                self._held.setdefault(worker, []).append(name)
+                self._held[worker] = [*self._held.get(worker, [])[-1:], name]
                 self._lacking.get(name, {}).pop(worker, None)
         if _succeeded(running.sent):
             sent: Delivery = ray.get(running.sent)

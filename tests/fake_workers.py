@@ -363,7 +363,7 @@ class FakeRun:
             [Prompt(index, f"held out {index}") for index in range(held_out)],
             kept_rows,
         )
-        workers = in_pools(with_reserve(place(recipe, Machine((0, 1)), root), reserve), pools)
+        workers = in_pools(with_reserve(place(recipe, Machine((0, 1, 2)), root), reserve), pools)
         resources = RunResources(self.transport, self.exchange, workers, lambda: None)
         all_hooks = {
             "on_step": self.steps.append,

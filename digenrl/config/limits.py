@@ -6,10 +6,13 @@ from typing import Annotated
 
 from pydantic import Field
 
+MOST_STEPS = 10_000_000  # of the optimizer
+LONGEST_RUN_NS = 2**63 - 1
+
 Pixels = Annotated[int, Field(gt=0, le=16_384)]
 Frames = Annotated[int, Field(gt=0, le=4_096)]
 DenoisingSteps = Annotated[int, Field(ge=1, le=1_000)]
-OptimizerSteps = Annotated[int, Field(ge=1, le=10_000_000)]
+OptimizerSteps = Annotated[int, Field(ge=1, le=MOST_STEPS)]
 PromptsPerStep = Annotated[int, Field(ge=1, le=65_536)]
 GroupSize = Annotated[int, Field(ge=1, le=16_384)]
 Lanes = Annotated[int, Field(gt=0, le=16_384)]

@@ -88,7 +88,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise ConfigError(f"{path}: not valid YAML or JSON: {one_line(error)}") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a mapping of keys at the top, got {_describe(content)}")
+        raise ConfigError(f"{path}: expected a mapping of keys at the top, got {shown(content)}")
     with errors_in(path):
         check_content(content)
     return content
@@ -119,7 +119,7 @@ def _refuse_repeated(keys: Iterable[tuple[Any, str]]) -> None:
     seen = set()
     for key, place in keys:
         if key in seen:
-            raise ValueError(f"the key {_describe(key)}{place} is given twice; leave one of them out")
+            raise ValueError(f"the key {shown(key)}{place} is given twice; leave one of them out")
         seen.add(key)
 
 
@@ -141,7 +141,7 @@ def check_content(content: Any) -> None:
         elif isinstance(value, list | tuple):
             pending += [(each, depth + 1) for each in value]
         elif isinstance(value, str) and not is_text(value):
-            raise ConfigError(f"{_describe(value)} is not text: it has half of a surrogate pair")
+            raise ConfigError(f"{shown(value)} is not text: it has half of a surrogate pair")
 
 
 def mapped(content: Any, change: Callable[[Any], Any]) -> Any:
@@ -242,7 +242,7 @@ def _text_of(model: type[BaseModel], complaint: _Complaint) -> str:
         return "missing; this key is required"
     if complaint.kind == "value_error" or not complaint.path:
         return complaint.message
-    return f"{complaint.message[0].lower()}{complaint.message[1:]}, got {_describe(complaint.given)}"
+    return f"{complaint.message[0].lower()}{complaint.message[1:]}, got {shown(complaint.given)}"
 
 
 def _most_relevant(complaints: Sequence[_Complaint]) -> _Complaint:
@@ -350,7 +350,8 @@ _KINDS_IN_YAML = {
 }
 
 
-def _describe(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as an error shows it, abbreviated."""
     try:
         text = str(value) if isinstance(value, Decimal) else repr(value)
     except (ValueError, RecursionError):  # Python refuses to print integers of thousands of digits

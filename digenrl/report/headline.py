@@ -114,7 +114,7 @@ def prediction_accuracy(steps: tuple[StepRecord, ...]) -> PredictionAccuracy | N
     for step in steps:
         newest_s = step.values.get("predicted_step_s", newest_s)
         measured_s = step.values.get("step_s", 0.0)
-        if newest_s is not None and measured_s > 0:
+        if newest_s is not None and measured_s >= 1e-9:  # clocks have nanoseconds
             known.append((step.step, newest_s, measured_s))
     if not known:
         return None

@@ -13,10 +13,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from digenrl import __version__
-from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping, read_model
+from digenrl.config.limits import LONGEST_RUN_NS
+from digenrl.config.reading import ConfigError, Frozen, parse_model, read_mapping, read_model, shown
 from digenrl.config.recipes.files import read_recipe, write_recipe
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.run_folder.lines import JsonLines
@@ -43,8 +44,8 @@ class LaneEntry(Frozen):
     name: str
     pool: Literal["generator", "reward", "trainer"]
     device: str
-    joined_ns: int = 0
-    left_ns: int | None = None
+    joined_ns: int = Field(default=0, ge=0, le=LONGEST_RUN_NS)
+    left_ns: int | None = Field(default=None, ge=0, le=LONGEST_RUN_NS)
 
 
 class RunInfo(Frozen):
@@ -57,6 +58,13 @@ class RunInfo(Frozen):
     lanes: tuple[LaneEntry, ...] = ()
     status: Status = Status.RUNNING
     initial_state: dict[str, Any] = Field(default={})
+
+    @field_validator("initial_state")
+    @classmethod
+    def _terms_are_a_mapping(cls, state: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(state.get("terms", {}), dict):
+            raise ValueError(f"terms: expected a mapping of keys, got {shown(state['terms'])}")
+        return state
 
 
 class RunFolder:

@@ -8,8 +8,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from digenrl.config.reading import ConfigError
+from digenrl.config.limits import MOST_STEPS
+from digenrl.config.reading import ConfigError, shown
 from digenrl.run_folder.lines import JsonLine, located_lines
+
+LARGEST_METRIC = 1e100  # sums and products of metrics are finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,12 @@ class EvaluationRecord:
 
 
 def step_line(values: Mapping[str, float]) -> dict[str, float | None]:
-    """The metrics of a step as JSON, with null for values that are not finite.
+    """The metrics of a step as JSON, with null for values that are not finite or above LARGEST_METRIC.
 
     >>> step_line({"kl": float("nan"), "step": 3})
     {'kl': None, 'step': 3}
     """
-    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return {name: value if abs(value) <= LARGEST_METRIC else None for name, value in values.items()}
 
 
 def evaluation_line(evaluation: EvaluationRecord) -> dict[str, object]:
@@ -118,8 +121,8 @@ def _lines_before(path: Path, end: int | None) -> Iterator[JsonLine]:
 
 def _step(line: JsonLine) -> int:
     step = line.content.get("step")
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise _wrong(line, f"'step' is {step!r:.60}, expected a whole number")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= MOST_STEPS:
+        raise _wrong(line, f"'step' is {shown(step)}, expected a whole number from 0 to {MOST_STEPS}")
     return step
 
 
@@ -128,10 +131,10 @@ def _grid(line: JsonLine) -> str | None:
     if grid is None:
         return None
     if not isinstance(grid, str) or not _can_be_a_path(folder, grid):
-        raise _wrong(line, f"'grid' is {grid!r:.60}, expected the path of an image")
+        raise _wrong(line, f"'grid' is {shown(grid)}, expected the path of an image")
     # The report embeds the grid: a path out of the folder would publish another file.
     if not (folder / grid).resolve().is_relative_to(folder.resolve()):
-        raise _wrong(line, f"the grid {grid!r} is outside the run's folder")
+        raise _wrong(line, f"the grid {shown(grid)} is outside the run's folder")
     return grid
 
 
@@ -150,20 +153,13 @@ def _finite_values(line: JsonLine, other_keys: set[str]) -> dict[str, float]:
     for name, value in line.content.items():
         if name in other_keys or value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or _overflows(value):
-            raise _wrong(line, f"{name!r:.60} is {value!r:.60}, expected a number")
-        if math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise _wrong(line, f"{shown(name)} is {shown(value)}, expected a number")
+        if not isinstance(value, float) or math.isfinite(value):
+            if abs(value) > LARGEST_METRIC:
+                raise _wrong(line, f"{shown(name)} is above {LARGEST_METRIC:g} or below -{LARGEST_METRIC:g}")
             values[name] = value
     return values
-
-
-def _overflows(value: float) -> bool:
-    """Whether a whole number is too large for a float."""
-    try:
-        float(value)
-    except OverflowError:
-        return True
-    return False
 
 
 def _wrong(line: JsonLine, problem: str) -> ConfigError:

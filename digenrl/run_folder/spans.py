@@ -8,11 +8,22 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
+from digenrl.config.limits import LONGEST_RUN_NS, MOST_STEPS, SAMPLES_PER_STEP
+from digenrl.config.reading import shown
 from digenrl.run_folder.lines import JsonLine, JsonLines, located_lines
 from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
 
 _SPAN = TypeAdapter(Span)
 _FIELDS = tuple(field.name for field in fields(Span))
+_BOUNDS = {
+    "start_ns": (0, LONGEST_RUN_NS),
+    "end_ns": (0, LONGEST_RUN_NS),
+    "step": (-1, MOST_STEPS),
+    "group": (-1, SAMPLES_PER_STEP),
+    "first": (0, SAMPLES_PER_STEP),
+    "size": (0, SAMPLES_PER_STEP),
+    "version": (-1, MOST_STEPS),
+}
 
 
 class SpanWriter:
@@ -43,6 +54,10 @@ def _span(line: JsonLine, lanes: frozenset[str]) -> Span:
         first = error.errors(include_url=False)[0]
         field = ".".join(str(part) for part in first["loc"])
         raise line.error(f"not a span: {field}: {first['msg']}") from None
+    for field, (least, most) in _BOUNDS.items():
+        if not least <= getattr(span, field) <= most:
+            given = shown(getattr(span, field))
+            raise line.error(f"not a span: {field}: expected a number from {least} to {most}, got {given}")
     if span.lane not in lanes:
         raise line.error(f"unknown lane {span.lane!r}; run.json has: {', '.join(sorted(lanes))}")
     if span.end_ns < span.start_ns:

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from handmade_runs import metrics_rows, write_lines, write_run
 
 from digenrl.checksums import file_checksum
+from digenrl.commands.report import report_run, summary_table
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import fingerprint
 from digenrl.run_folder.folder import RunFolder, RunLines
-from digenrl.run_folder.reading import read_run
 from digenrl.runs.resuming import find_resume_point, kept_positions, mend_logs
 from digenrl.training.checkpoint.format import WHOLE, CheckpointContent
 
 DAMAGED_FOLDERS = int(os.environ.get("DIGENRL_DAMAGED_FOLDERS", "40"))
+ODD_VALUES = (None, True, "text", [1], {"a": 1}, 0, -1, 1.5, -1.5e308, 1.5e308, 10**400, -(10**400), float("nan"))
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 def damage(folder: Path, dice: random.Random) -> None:
     """Cuts, changes, replaces or removes a file or folder."""
     target = dice.choice([path for path in sorted(folder.rglob("*")) if path.name != ".lock"])
-    kind = dice.choice(["remove", "cut", "flip", "garbage", "rename", "folder", "append"])
+    kind = dice.choice(["remove", "cut", "flip", "garbage", "rename", "folder", "append", *["value"] * 7])
     if target.is_dir():
         shutil.rmtree(target) if kind in ("remove", "cut") else target.rename(
             target.with_name(f"elsewhere-{dice.random()}")
@@ -68,11 +73,40 @@ def damage(folder: Path, dice: random.Random) -> None:
         target.write_bytes(content[: dice.randrange(len(content) + 1)])
     elif kind == "append":
         target.write_bytes(content + dice.randbytes(50))
+    elif kind == "value" and target.suffix in (".json", ".jsonl", ".yaml"):
+        replace_value(target, dice)
     elif kind == "garbage" or not content:
         target.write_bytes(dice.randbytes(dice.randrange(200)))
     else:
         content[dice.randrange(len(content))] ^= 1 << dice.randrange(8)
         target.write_bytes(content)
+
+
+def replace_value(path: Path, dice: random.Random) -> None:
+    """Gives one value of a file another type, or makes it negative or very large; damaged content stays."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+    if not lines:
+        return
+    which = dice.randrange(len(lines))
+    try:
+        content = yaml.safe_load(lines[which]) if path.suffix == ".yaml" else json.loads(lines[which])
+    except (ValueError, yaml.YAMLError):
+        return
+    places = list(places_in(content))
+    if places:
+        inside, key = dice.choice(places)
+        inside[key] = dice.choice(ODD_VALUES)
+    lines[which] = yaml.safe_dump(content) if path.suffix == ".yaml" else json.dumps(content)
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def places_in(content: Any) -> Iterator[tuple[Any, Any]]:
+    """Every mapping or list in the content, with each of its keys."""
+    if isinstance(content, dict | list):
+        for key in list(content) if isinstance(content, dict) else range(len(content)):
+            yield content, key
+            yield from places_in(content[key])
 
 
 def test_a_damaged_run_resumes_from_a_whole_checkpoint_or_is_refused_in_one_line(
@@ -84,10 +118,13 @@ def test_a_damaged_run_resumes_from_a_whole_checkpoint_or_is_refused_in_one_line
         shutil.copytree(whole.path, path)
         for _ in range(dice.randint(1, 3)):
             damage(path, dice)
-        for attempt in (resume, read_run):
+        for attempt in (report_run, resume):
             try:
                 found = attempt(path)
-                resumed[found if isinstance(found, int) else -2] += 1
+                if isinstance(found, int):
+                    resumed[found] += 1
+                else:
+                    summary_table(found.summary)
             except ConfigError as error:
                 assert "\n" not in str(error), (seed, str(error))
             except Exception as error:

@@ -539,8 +539,8 @@ def test_lanes_of_a_pool_take_several_slices_at_once_and_lose_none(rewards: int,
     for seed in range(20):
         root = tmp_path / str(seed)
         root.mkdir()
-        lanes = {"rewards": rewards, "restarts": 99}
-        recipe = fake_recipe(cluster=pools, lanes=lanes, techniques={"tcss": 0.5 * (seed % 2)})
+        lanes = {"generators": 2, "rewards": rewards, "restarts": 99}
+        recipe = fake_recipe(mode="ray", cluster=pools, lanes=lanes, techniques={"tcss": 0.5 * (seed % 2)})
         run = FakeRun(root, recipe, seed=seed, kills=4, vanishing=2, mortal_trainer=True, pools=("big", "small"))
         driven(run)
         assert_every_group_was_trained_once(run)

@@ -99,7 +99,9 @@ def test_a_damaged_line_is_named_by_its_file_and_number(tmp_path: Path, name: st
         ({"lane": "nowhere"}, "unknown lane 'nowhere'"),
         ({"work": "sleep"}, "not a span: work:"),
         ({"start_ns": None}, "not a span: start_ns:"),
-        ({"end_ns": -1}, "the span ends at -1 ns"),
+        ({"start_ns": 9, "end_ns": 5}, "the span ends at 5 ns"),
+        ({"end_ns": -1}, "not a span: end_ns:"),
+        ({"size": 10**12}, "not a span: size:"),
     ],
 )
 def test_an_impossible_span_is_an_error_with_its_line(

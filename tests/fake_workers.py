@@ -105,6 +105,7 @@ class FakeTransport:
         self._mortal_trainer = mortal_trainer
         self._vanished: set[str] = set()
         self.no_room_for: set[str] = set()
+        self.loads_forever: set[str] = set()
         self.fails_to_start: dict[str, StartFailed] = {}
         self.workers: dict[str, _FakeWorker] = {}
         self.trained: list[tuple[int, tuple[int, ...]]] = []  # step, then the place and samples of a group
@@ -141,7 +142,7 @@ class FakeTransport:
         if not self.waiting:
             busy = [name for name, worker in self.workers.items() if worker.jobs]
             assert busy, "no worker has a job: the run hangs"
-            busy = [name for name in busy if not self._is_hanging(self.workers[name])]
+            busy = [name for name in busy if not self._is_hanging(name)]
             for name in self._dice.sample(busy, self._dice.randint(1, len(busy))) if busy else ():
                 self.answer(name)
             self._roll_dice()
@@ -197,9 +198,9 @@ class FakeTransport:
         """The answered jobs of one kind, in order."""
         return [job for _, job in self.log if isinstance(job, kind)]
 
-    def _is_hanging(self, worker: _FakeWorker) -> bool:
-        oldest = next(iter(worker.jobs.values()))
-        return oldest is not None and self._hangs(oldest)
+    def _is_hanging(self, name: str) -> bool:
+        oldest = next(iter(self.workers[name].jobs.values()))
+        return name in self.loads_forever if oldest is None else self._hangs(oldest)
 
     def _roll_dice(self) -> None:
         mortal = [name for name in self.workers if name != TRAINER or self._mortal_trainer]

@@ -47,6 +47,7 @@ KINDS: dict[str, FaultKind] = {
     "reward_garbage": FaultKind("a reward lane returns too few numbers", "reward"),
     "nan_loss": FaultKind("the metrics of an update are not numbers", "all"),
     "out_of_memory": FaultKind("a slice or a held-out chunk runs out of memory", "generator", 1, 4),
+    "stuck_start": FaultKind("a worker dies, and its replacement never finishes loading", "any"),
     "broken": FaultKind("a generator fails every job at once, until it is replaced", "generator"),
     "partition": FaultKind(
         "a worker loses its connection while it loads new weights, and keeps working", "generator"

@@ -71,6 +71,7 @@ class Injector(JobFaults):
         self.kills = sorted(int(fault.amount) for fault in faults if fault.kind == "driver_kill")
         self._armed: list[Fault] = []
         self._flapping: Counter[str] = Counter()
+        self._stuck: set[str] = set()
         self._reordering_until_ns = 0
         self.struck: Counter[str] = Counter()
         self.wants_stop = False
@@ -81,6 +82,7 @@ class Injector(JobFaults):
         self.transport = transport
         self._armed.clear()
         self._flapping.clear()
+        self._stuck.clear()
         self.wants_stop = False
         for fault in list(self._pending):
             transport.at(fault.at_ns, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
@@ -140,6 +142,10 @@ class Injector(JobFaults):
         self._flapping[fault.worker] = round(fault.amount)
         return self._crash(fault)
 
+    def _stick(self, fault: Fault) -> bool:
+        self._stuck.add(fault.worker)
+        return self._crash(fault)
+
     def _leave(self, fault: Fault) -> bool:
         there, struck = self._there, False
         there.full.add(fault.worker)
@@ -186,6 +192,7 @@ class Injector(JobFaults):
         "hang": _hang,
         "slow": _slow,
         "broken": _break,
+        "stuck_start": _stick,
         "flap": _flap,
         "leave": _leave,
         "join": _join,
@@ -259,6 +266,12 @@ class Injector(JobFaults):
         self._use(fault)
         late_s = delay_s + fault.amount
         return {"doubled": (delay_s, late_s), "lost": ()}.get(fault.kind, (late_s,))
+
+    def never_starts(self, slot: WorkerSlot) -> bool:
+        name = slot.name.partition("/")[0]
+        stuck = name in self._stuck
+        self._stuck.discard(name)
+        return stuck
 
     def started(self, slot: WorkerSlot) -> None:
         name = slot.name.partition("/")[0]

@@ -70,6 +70,10 @@ class JobFaults:
         """When the copies of a message arrive; none if it is lost."""
         return (0.0,)
 
+    def never_starts(self, slot: WorkerSlot) -> bool:
+        """Whether a worker hangs while it loads."""
+        return False
+
     def started(self, slot: WorkerSlot) -> None:
         """A worker has started."""
 
@@ -109,6 +113,8 @@ class VirtualTransport:
         self._starts += 1
         slot = WorkerSlot(SimulatedWorker(assignment, self._world, self.exchange, self._facts), name)
         self.slots[name] = slot
+        if self._faults.never_starts(slot):
+            return
         self.after(self._world.start_s * self._noise(f"start {name} {self._starts}"), lambda: self._started(slot))
 
     def has_room(self, assignment: Assignment) -> bool:

@@ -197,6 +197,10 @@ class Dispatcher:
         if closed and self._wake_ns is not None and self._clock() >= self._wake_ns:
             self._now_ns, self._ticked, self._wake_ns = max(self._now_ns, self._clock()), False, None
         self._end_overdue(self._jobs.overdue())
+        late = self._supervisor.late_start()
+        if late is not None:
+            self._now_ns, self._ticked = max(self._now_ns, self._clock()), False
+            self._end(late.worker, f"was not ready after {late.waited_s:.0f} s and was ended")
         self._supervisor.look_for_room()
 
     # --- Before the run -----------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from digenrl.records import Calibrate, Encode, Evaluate, Generate, Job, Publish,
 from digenrl.transports.active_clock import ActiveClock
 
 FACTOR = 10  # a job may take this many times as long as the longest of its kind so far
-UNTIMED_FACTOR = 30  # times the patience, for the first job of its kind: it may compile, or time many sizes
+# Times the patience, for loading, and for the first job of its kind: it may compile, or time many sizes.
+UNTIMED_FACTOR = 30
 LONGEST_PAUSE_S = 5.0  # of the driver between two looks that counts for a worker
 SCORING = (Calibrate, Generate, Score, Evaluate)  # jobs that may wait for a reward
 INDEPENDENT = (Encode, Generate, Score, Evaluate)  # jobs that never wait for another worker
@@ -44,12 +45,30 @@ class JobDeadlines:
         self._scoring_s, self._link_bytes_per_s = scoring_s, link_bytes_per_s
         self._patience_s, self._now_s = patience_s, ActiveClock(min(LONGEST_PAUSE_S, patience_s / 4), monotonic)
         self._since_s: dict[str, float] = {}  # the last progress of every worker that is ready
+        self._started_s: dict[str, float] = {}  # of workers that are loading
         self._last_loss_s = -math.inf  # when a worker was lost
         self._longest_s: dict[type[Job], float] = {}
         self._have_weights: set[str] = set()
 
+    @property
+    def start_limit_s(self) -> float:
+        """How long a worker may take to load."""
+        return UNTIMED_FACTOR * self._patience_s
+
+    def start(self, worker: str) -> None:
+        """The worker is started, and will be ready once it has loaded everything."""
+        self._started_s[owner(worker)] = self._now_s()
+
+    def loading(self) -> tuple[str, float] | None:
+        """The worker that has been loading for longest, and for how many seconds."""
+        if not self._started_s:
+            return None
+        worker = min(self._started_s, key=lambda each: self._started_s[each])
+        return worker, self._now_s() - self._started_s[worker]
+
     def begin(self, worker: str) -> None:
         """The worker is ready, or begins a job after it was idle."""
+        self._started_s.pop(owner(worker), None)
         self._since_s[owner(worker)] = self._now_s()
 
     def is_ready(self, worker: str) -> bool:
@@ -68,6 +87,7 @@ class JobDeadlines:
     def forget(self, worker: str) -> None:
         """The worker is lost. Others may have waited for it: their time starts again, if their jobs may wait."""
         self._since_s.pop(owner(worker), None)
+        self._started_s.pop(owner(worker), None)
         self._have_weights.discard(owner(worker))
         self._last_loss_s = self._now_s()
 

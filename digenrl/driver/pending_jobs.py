@@ -36,7 +36,7 @@ class PendingJobs:
     """Sends jobs and remembers them until their results arrive. Jobs for an absent worker wait for it."""
 
     def __init__(self, transport: Transport, clock: Callable[[], int], deadlines: JobDeadlines) -> None:
-        self.transport, self._clock, self._deadlines = transport, clock, deadlines
+        self.transport, self._clock, self.deadlines = transport, clock, deadlines
         self._sent: dict[str, dict[int, PendingJob]] = {}  # by worker, then by job id
         self._waiting: dict[str, list[Job]] = {}  # for workers that are absent
         self._last_result_ns: dict[str, int] = {}
@@ -47,6 +47,7 @@ class PendingJobs:
         for name in names:
             self._sent[name] = {}
             self._last_result_ns.pop(name, None)
+        self.deadlines.start(assignment.name)
         self.transport.start(assignment)
         for name in names:
             for job in self._waiting.pop(name, ()):
@@ -60,8 +61,8 @@ class PendingJobs:
             return
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s sent to %s", describe(job), worker)
-        if self._deadlines.is_ready(worker) and not self._is_busy(worker):
-            self._deadlines.begin(worker)
+        if self.deadlines.is_ready(worker) and not self._is_busy(worker):
+            self.deadlines.begin(worker)
         self._sent[worker][job.id] = PendingJob(job, self._clock())
         self.transport.send(worker, job)
 
@@ -75,7 +76,7 @@ class PendingJobs:
             return None
         began_ns = max(pending.sent_ns, self._last_result_ns.get(worker, 0))
         self._last_result_ns[worker] = now_ns
-        self._deadlines.finish(worker, pending.job)
+        self.deadlines.finish(worker, pending.job)
         if logger.isEnabledFor(logging.DEBUG):
             took_s = (now_ns - began_ns) / 1e9
             logger.debug("%s answered by %s after %.3f s", describe(pending.job), worker, took_s)
@@ -83,14 +84,14 @@ class PendingJobs:
 
     def ready(self, worker: str) -> None:
         """The worker has loaded everything and begins its first job."""
-        self._deadlines.begin(worker)
+        self.deadlines.begin(worker)
 
     def overdue(self) -> OverdueJob | None:
         """A job that its worker did not finish in time."""
-        if not self._deadlines.any_silent():
+        if not self.deadlines.any_silent():
             return None
         pending = {worker: [each.job for each in sent.values()] for worker, sent in self._sent.items()}
-        return self._deadlines.overdue(pending)
+        return self.deadlines.overdue(pending)
 
     def is_present(self, worker: str) -> bool:
         """Whether the worker was started and is not lost."""
@@ -98,7 +99,7 @@ class PendingJobs:
 
     def lose(self, worker: str) -> list[Job]:
         """Forgets a lost worker; returns the jobs that it held."""
-        self._deadlines.forget(worker)
+        self.deadlines.forget(worker)
         return [pending.job for pending in self._sent.pop(worker, {}).values()]
 
     def jobs(self) -> Iterator[Job]:

@@ -34,6 +34,14 @@ class _Vacancy:
     needed_since_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LateStart:
+    """A worker that is not ready in time."""
+
+    worker: str
+    waited_s: float
+
+
 class Supervisor:
     """Starts workers as soon as there is room, and replaces those that fail a limited number of times.
 
@@ -59,6 +67,7 @@ class Supervisor:
         self._announced: set[str] = set()
         self._replacing: set[str] = set()  # lost workers whose replacements are not ready yet
         self._looked_s = monotonic()
+        self._minutes_loading = 0  # of the worker that has been loading for longest
 
     def assignment(self, worker: str) -> Assignment:
         return self._assignments[worker]
@@ -123,6 +132,21 @@ class Supervisor:
                 vacancy.needed_since_s = None
             else:
                 self._check_wait(worker, vacancy)
+
+    def late_start(self) -> LateStart | None:
+        """A worker that has not loaded in time, as from a file system that hangs. Each minute before, says so."""
+        loading = self._jobs.deadlines.loading()
+        if loading is None:
+            self._minutes_loading = 0
+            return None
+        worker, waited_s = loading
+        limit_s = self._jobs.deadlines.start_limit_s
+        minutes = int(waited_s // 60)
+        if minutes > self._minutes_loading:
+            left = f"it is ended after {limit_s / 60:.0f} min"
+            self._notify(f"{worker} has been loading for {minutes} min; {left}, see its file in the run's logs")
+        self._minutes_loading = minutes
+        return LateStart(worker, waited_s) if waited_s > limit_s else None
 
     def present(self, workers: Iterable[Assignment]) -> list[str]:
         """Those of the workers that are started and not lost."""

@@ -134,13 +134,13 @@ class RunFolder:
     def write_recipe(self, recipe: Recipe) -> None:
         """Writes config.yaml; a resumed run may have changed it, and calibration may have completed it."""
         self.recipe = recipe
-        write_atomically(self.config, write_recipe(recipe))
+        write_atomically(self.config, write_recipe(recipe), durable=True)
 
     def update_info(self, **changes: Any) -> None:
         """Writes run.json with these fields of `RunInfo` changed."""
         content = {**self.info.model_dump(), **changes}
         self.info = parse_model(RunInfo, content)
-        write_atomically(self.run, self.info.model_dump_json(indent=2) + "\n")
+        write_atomically(self.run, self.info.model_dump_json(indent=2) + "\n", durable=True)
 
     def set_status(self, status: Status) -> None:
         """Writes the status to run.json."""

@@ -51,13 +51,29 @@ def writing_error(path: Path, error: OSError) -> Exception:
     return ConfigError(f"{path}: cannot be written: {error.strerror or error}")
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Writes a temporary file and renames it, so that readers never see a partial file."""
+def sync(path: Path) -> None:
+    """Forces a file, or the names in a folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Writes a temporary file and renames it, so that readers never see a partial file.
+
+    A `durable` file is on disk before the old one is replaced, so that a machine that fails leaves one of them.
+    """
     check_writable(path)
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
+        if durable:
+            sync(partial)
         partial.replace(path)
+        if durable:
+            sync(path.parent)
     except OSError as error:
         raise writing_error(path, error) from None
     finally:

@@ -57,7 +57,7 @@ class Transport(Protocol):
         """Whether there is capacity to start this worker now."""
 
     def send(self, worker: str, job: Job) -> None:
-        """Sends a job; does nothing if the worker is gone."""
+        """Sends a job without waiting for the worker; does nothing if it is gone."""
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """Messages that have arrived, at least the first of every worker; waits for one up to the timeout.

@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from queue import SimpleQueue
 from selectors import EVENT_READ, DefaultSelector
 
 from digenrl.exchange.folder import ExchangeFolder
@@ -62,10 +64,35 @@ def _ignored(signals: Sequence[signal.Signals]) -> Iterator[None]:
             signal.signal(each, handler)
 
 
+class Outbox:
+    """Sends messages in a thread, in order: the pipe of a worker that is loading or hangs may be full."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._messages: SimpleQueue[bytes | memoryview | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._send, daemon=True)
+        self._thread.start()
+
+    def put(self, message: object) -> None:
+        """Does not wait."""
+        self._messages.put(ForkingPickler.dumps(message))
+
+    def close(self) -> None:
+        """Ends the thread after what was sent before, or as soon as the other end is closed. Has a timeout."""
+        self._messages.put(None)
+        self._thread.join(EXIT_TIMEOUT_S)
+
+    def _send(self) -> None:
+        with suppress(OSError):  # the process has ended, which `receive` reports
+            while (message := self._messages.get()) is not None:
+                self._connection.send_bytes(message)
+
+
 @dataclass(slots=True)
 class _WorkerProcess:
     process: BaseProcess
     connection: Connection
+    outbox: Outbox
     lifeline: Connection  # closed when the driver ends, which the worker notices at its other end
     heartbeats: ctypes.c_uint64  # counted by the worker
     heartbeat_timeout_s: float
@@ -109,7 +136,7 @@ class ProcessTransport:
             self._selector.register(each, EVENT_READ, assignment.name)
         timeout_s = assignment.recipe.lanes.patience_s
         self._workers[assignment.name] = _WorkerProcess(
-            process, ours, our_lifeline, heartbeats, timeout_s, ActiveClock(timeout_s / 4)
+            process, ours, Outbox(ours), our_lifeline, heartbeats, timeout_s, ActiveClock(timeout_s / 4)
         )
 
     def has_room(self, assignment: Assignment) -> bool:
@@ -117,8 +144,7 @@ class ProcessTransport:
 
     def send(self, worker: str, job: Job) -> None:
         if worker in self._workers:
-            with suppress(OSError):  # the process has ended, which `receive` reports
-                self._workers[worker].connection.send(job)
+            self._workers[worker].outbox.put(job)
 
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """The next report of every worker. All reports of a worker that ended come before its Gone."""
@@ -161,8 +187,7 @@ class ProcessTransport:
         """Asks every worker to exit, and kills those that do not in time."""
         try:
             for worker in self._workers.values():
-                with suppress(OSError):
-                    worker.connection.send(None)
+                worker.outbox.put(None)
             deadline_s = time.monotonic() + EXIT_TIMEOUT_S
             for worker in self._workers.values():
                 _end_process(worker.process, max(0.0, deadline_s - time.monotonic()))
@@ -175,8 +200,9 @@ class ProcessTransport:
         worker = self._workers.pop(name)
         for each in (worker.connection, worker.process.sentinel):
             self._selector.unregister(each)
-        worker.connection.close()
         worker.lifeline.close()
+        worker.outbox.close()
+        worker.connection.close()
         if not worker.process.is_alive():
             worker.process.join()
 

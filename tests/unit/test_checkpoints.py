@@ -185,7 +185,7 @@ def test_a_failed_system_call_while_saving_is_reported_and_undone(state, tmp_pat
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    owner = atomic_folders.os if failing == "fsync" else Path
+    owner = os if failing == "fsync" else Path
     with monkeypatch.context() as patch:
         patch.setattr(owner, failing, full)
         with pytest.raises(CheckpointError, match=r"No space left on device; .*step_000001"):

@@ -148,6 +148,22 @@ def driven(run: FakeRun, **initial: Any) -> Auditor:
     return auditor
 
 
+def test_a_worker_that_never_gets_ready_is_replaced_after_a_notice_each_minute(tmp_path: Path) -> None:
+    def pass_a_second() -> None:
+        clock.now_s += 1.0
+        if any("was not ready" in message for message in run.messages):
+            run.transport.loads_forever.clear()
+
+    clock, limit_s = Seconds(), UNTIMED_FACTOR * PATIENCE_S
+    hooks = {"monotonic": clock, "look_around": pass_a_second}
+    run = FakeRun(tmp_path, fake_recipe(lanes={"patience_s": PATIENCE_S}), hooks=hooks)
+    run.transport.loads_forever.add("reward-0")
+    run.driver.start_workers()
+    notices = [message for message in run.messages if "reward-0 has been loading" in message]
+    assert len(notices) == limit_s // 60
+    assert clock.now_s > limit_s and "reward-0" in run.transport.workers
+
+
 def texts_of(job: Job) -> set[str]:
     return {prompt.text for prompt in (job.prompts if isinstance(job, Score) else prompts_of(job))}
 

@@ -127,6 +127,25 @@ def test_a_status_change_is_written_immediately_and_leaves_no_partial_file(tmp_p
     assert not list(folder.path.glob("*.partial"))
 
 
+def test_run_json_and_config_are_on_disk_before_they_replace_the_former_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _create(tmp_path / "demo")
+    synced: list[Path] = []
+    before = folder.run.read_text()
+
+    def sync(path: Path) -> None:
+        synced.append(path)
+        if path.name == "run.json.partial":
+            assert folder.run.read_text() == before and '"finished"' in path.read_text()
+
+    monkeypatch.setattr("digenrl.telemetry.writing.sync", sync)
+    folder.set_status(Status.FINISHED)
+    folder.write_recipe(folder.recipe)
+    written = [folder.path / name for name in ("run.json.partial", "config.yaml.partial")]
+    assert synced == [written[0], folder.path, written[1], folder.path]
+
+
 def test_two_processes_cannot_train_in_one_folder_and_the_error_names_the_holder(tmp_path: Path) -> None:
     first, second = _create(tmp_path / "demo"), RunFolder.open(tmp_path / "demo")
     with first.locked():

@@ -6,11 +6,12 @@ interrupted process are removed by the next one.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from digenrl.telemetry.writing import sync
 
 SAVING, REPLACED, REMOVING = ".saving-", ".replaced-", ".removing-"
 
@@ -28,7 +29,7 @@ def written_atomically(target: Path) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         for path in (*partial.rglob("*"), partial):
-            _sync(path)
+            sync(path)
         _replace(target, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -70,15 +71,7 @@ def _replace(target: Path, partial: Path) -> None:
         target.rename(replaced)
     try:
         partial.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         restore(target.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,6 +25,7 @@ from digenrl.models.loading.weight_files import components, folder_listing, pipe
 from digenrl.models.registry import FAMILIES, find_family
 from digenrl.prompts.checks import check_prompts
 from digenrl.prompts.source_images import decode_images
+from digenrl.rewards.packages import check_packages
 from digenrl.run_folder.grids import write_png
 from digenrl.telemetry.writing import check_writable
 from digenrl.worker.blueprint import (
@@ -221,6 +222,7 @@ def _read_target(where: str, overrides: Sequence[str]) -> tuple[Recipe, bool]:
     if where in shipped_recipes() or where.endswith(FILE_ENDINGS):
         recipe = read_recipe(where, overrides, without_prompts=True)
         check_prompts(recipe, may_be_absent=True)
+        check_packages(recipe)
         return recipe, False
     if where.isidentifier() and not Path(where).exists() and not is_made_here(where):
         raise ConfigError(f"{where}: neither a folder nor a recipe; {nearest(where, list(shipped_recipes()))}")

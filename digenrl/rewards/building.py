@@ -8,13 +8,10 @@ from importlib import import_module
 
 from torch import Tensor
 
-from digenrl.config.reading import ConfigError
 from digenrl.config.rewards.base import RewardSettings
 from digenrl.config.rewards.table import REWARDS
 from digenrl.rewards.contract import Metadata, Reward, RewardBatch, RewardError
-
-# The extra of this package that installs what a reward imports.
-EXTRAS = {"ocr": "ocr", "face_count": "vision", "imagenet": "vision", "http": "serve", "judge": "serve"}
+from digenrl.rewards.packages import missing_packages
 
 
 class WeightedReward(Reward):
@@ -54,15 +51,7 @@ def build_reward(settings: RewardSettings) -> Reward:
     try:
         reward = import_module(f"digenrl.rewards.{settings.name}").build(settings)
     except ModuleNotFoundError as error:
-        extra = EXTRAS.get(settings.name)
-        install = "install it" if extra is None else f"install digenrl[{extra}]"
-        elsewhere = (
-            f", or serve the reward from its own environment: digenrl reward serve {settings.name} --env DIR"
-        )
-        raise ConfigError(
-            f"reward '{settings.name}' needs the package '{error.name}', which is not installed; {install}"
-            + ("" if extra == "serve" else elsewhere)
-        ) from error
+        raise missing_packages(settings, [error.name or str(error)]) from error
     assert isinstance(reward, Reward)
     return reward
 

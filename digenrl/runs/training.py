@@ -35,6 +35,7 @@ from digenrl.prompts.sampler import PromptSampler
 from digenrl.prompts.source_images import shown_source
 from digenrl.prompts.sources import Prompt, read_prompts
 from digenrl.records import HELD_OUT_STEP
+from digenrl.rewards.packages import check_packages
 from digenrl.run_folder.folder import LaneEntry, RunFolder, RunLines, Status
 from digenrl.run_folder.grids import write_source_grid
 from digenrl.run_folder.journal import Journal
@@ -74,6 +75,7 @@ class RunClock:
 def check_recipe(recipe: Recipe) -> Backend:
     """Finds every mistake that can be found without loading a model. Returns the hardware to train on."""
     check_logging(recipe.logging)
+    check_packages(recipe)
     for warning in check_prompts(recipe):
         logger.warning("%s", warning)
     return find_backend(recipe)

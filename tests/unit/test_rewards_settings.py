@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from digenrl.config.reading import ConfigError, Frozen, parse_model
+from digenrl.config.recipes.files import read_recipe
 from digenrl.config.rewards.table import (
     REWARDS,
     FunctionSettings,
@@ -16,6 +17,8 @@ from digenrl.config.rewards.table import (
     parse_reward,
     parse_rewards,
 )
+from digenrl.rewards.packages import check_packages, is_installed
+from digenrl.runs.training import check_recipe
 
 
 class WithRewards(Frozen):
@@ -86,6 +89,22 @@ def test_there_is_at_least_one_reward_and_labels_are_unique() -> None:
 def test_every_reward_is_listed_under_its_own_name() -> None:
     for name, settings in REWARDS.items():
         assert settings.model_fields["name"].default == name
+
+
+def test_packages_that_a_reward_lacks_are_named_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("digenrl.rewards.packages.is_installed", lambda package: package != "rapidocr")
+    with pytest.raises(ConfigError, match=r"'ocr'.*: rapidocr; install digenrl\[ocr\], or .* --env") as error:
+        check_recipe(read_recipe("demo", []))
+    assert "onnxruntime" not in str(error.value)
+    served = "rewards=[{name: http, url: 'http://scorer:8790'}]"
+    own = "rewards=[{name: function, target: 'mine:smile', requirements: [rapidocr], isolated: true}]"
+    for override in (served, own, "mode=ray"):  # other machines of a cluster may have them
+        check_packages(read_recipe("demo", [override, "evaluation=off"]))
+
+
+def test_a_package_is_found_by_its_module_or_its_distribution() -> None:
+    assert all(map(is_installed, ("pyyaml", "typing-extensions", "json")))
+    assert not is_installed("no-such-package")
 
 
 def modules_after(statement: str) -> set[str]:

@@ -16,7 +16,7 @@ from diffusers import (
     WanTransformer3DModel,
 )
 from original_names import original_state
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_pipelines import shared_tiny_model
 from torch import Tensor, nn
 
@@ -171,3 +171,102 @@ def test_the_metadata_of_diffusers_give_the_strength_and_what_is_not_plain_is_re
     save_file(tensors, file, metadata={"lora_adapter_metadata": "{"})
     with pytest.raises(ConfigError, match="metadata are damaged"):
         read_lora(file, FluxPipeline, {})
+
+
+SPELLINGS = {
+    "save_lora_adapter": ("{}", DIFFUSERS),
+    "DiffSynth-Studio": ("{}", (".lora_A.default.weight", ".lora_B.default.weight")),
+    "a peft adapter": ("{}", (".lora_A.default_0.weight", ".lora_B.default_0.weight")),
+    "diffusers": ("transformer.{}", DIFFUSERS),
+    "diffusers, older": ("transformer.{}", (".lora.down.weight", ".lora.up.weight")),
+    "ai-toolkit": ("diffusion_model.{}", DIFFUSERS),
+    "peft": ("base_model.model.{}", DIFFUSERS),
+    "kohya": ("lora_unet_{}", KOHYA),
+    "OneTrainer": ("lora_transformer_{}", KOHYA),
+    "LyCORIS": ("lycoris_{}", KOHYA),
+}
+
+
+@pytest.mark.parametrize("original", [True, False], ids=["original", "diffusers"])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@pytest.mark.parametrize("family", ["qwen_image", "flux2_klein", "wan"])
+def test_layers_are_found_by_the_names_of_all_trainers(
+    family: str, spelling: str, original: bool, tmp_path: Path
+) -> None:
+    """In the names of diffusers, and in those of the original code, which has joined layers."""
+    model, (layout, sides) = shared_tiny_model(family), SPELLINGS[spelling]
+    linears = {path: each for path, each in model.transformer.named_modules() if isinstance(each, nn.Linear)}
+    pairs = {
+        path: (torch.randn(RANK, each.in_features), torch.randn(each.out_features, RANK))
+        for path, each in linears.items()
+    }
+    file, layers = tmp_path / "lora.safetensors", type(model).comfyui_layers or {}
+    write_comfyui(Adapters(pairs, RANK, [*pairs]), file, layers if original else {}, model.transformer)
+    tensors = {}
+    for name, value in load_file(file).items():
+        end = next(each for each in (*DIFFUSERS, ".alpha") if name.endswith(each))
+        layer = name.removesuffix(end).partition(".")[2]
+        named = layout.format(layer.replace(".", "_") if layout.endswith("_{}") else layer)
+        tensors[named + dict(zip(DIFFUSERS, sides, strict=True)).get(end, end)] = value
+    save_file(tensors, file)
+    read = read_lora(file, type(model.pipeline), original_layers(type(model), model.transformer))
+    assert read.keys() == pairs.keys()
+    for layer, (down, up) in pairs.items():
+        torch.testing.assert_close(read[layer][1] @ read[layer][0], up @ down)
+
+
+@pytest.mark.parametrize(
+    ("end", "kind"),
+    [
+        (".lora_magnitude_vector", "DoRA"),
+        (".lora_magnitude_vector.default.weight", "DoRA"),
+        (".dora_scale", "DoRA"),
+        (".lokr_w1", "LoKr"),
+        (".hada_w1_a", "LoHa"),
+        (".oft_blocks", "OFT"),
+        (".lora_mid.weight", "Tucker"),
+        (".diff_b", "difference"),
+        (".lora_B.bias", "bias"),
+    ],
+)
+def test_what_is_no_plain_adapter_is_refused_by_its_name(end: str, kind: str, tmp_path: Path) -> None:
+    layer = "transformer.transformer_blocks.0.attn.to_q"
+    save_file({**pairs_of(layer, sides=DIFFUSERS), layer + end: torch.ones(8)}, tmp_path / "lora.safetensors")
+    with pytest.raises(ConfigError, match=rf"to_q\{end} \({kind}.*plain LoRA"):
+        read_lora(tmp_path / "lora.safetensors", FluxPipeline, {})
+
+
+def test_a_layer_that_the_model_does_not_have_is_named_with_the_known_names(tmp_path: Path) -> None:
+    model, file = shared_tiny_model("qwen_image"), tmp_path / "lora.safetensors"
+    original = original_layers(type(model), model.transformer)
+    bad = "transformer_blocks.0.attn.to_nowhere"
+    for prefix, sides in (("transformer.", DIFFUSERS), ("elsewhere.", DIFFUSERS), ("lora_unet_", KOHYA)):
+        save_file(pairs_of(prefix + bad, sides=sides), file)
+        with pytest.raises(ConfigError, match=rf"{prefix}{bad}.* known: .*LAYER\.lora_A") as caught:
+            read_lora(file, type(model.pipeline), original)
+        assert "\n" not in str(caught.value)
+    save_file({f"{bad}.alpha": torch.tensor(ALPHA)}, file)
+    with pytest.raises(ConfigError, match="no adapters"):
+        read_lora(file, type(model.pipeline), original)
+
+
+def test_a_file_with_two_sets_of_adapters_is_refused(tmp_path: Path) -> None:
+    sets = [(f".lora_A.{name}.weight", f".lora_B.{name}.weight") for name in ("one", "two")]
+    tensors = [pairs_of("transformer.blocks.0.to_q", sides=sides, alpha=False) for sides in sets]
+    save_file({**tensors[0], **tensors[1]}, tmp_path / "lora.safetensors")
+    with pytest.raises(ConfigError, match="several sets"):
+        read_lora(tmp_path / "lora.safetensors", FluxPipeline, {})
+
+
+def test_peft_files_need_a_strength(tmp_path: Path) -> None:
+    """From alphas or from peft's configuration, also if names lack peft's prefix."""
+    layer, file = "blocks.0.to_q", tmp_path / "adapter_model.safetensors"
+    for prefix in ("", "base_model.model."):
+        tensors = pairs_of(prefix + layer, sides=DIFFUSERS, alpha=False)
+        save_file(tensors, file)
+        with pytest.raises(ConfigError, match=r"adapter_config\.json.*strength"):
+            read_lora(file, FluxPipeline, {})
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": RANK, "lora_alpha": 3 * RANK}))
+        up = read_lora(file, FluxPipeline, {})[layer][1]
+        torch.testing.assert_close(up, 3 * tensors[prefix + layer + DIFFUSERS[1]])
+        (tmp_path / "adapter_config.json").unlink()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from digenrl.config.reading import ConfigError, one_line
-from digenrl.models.adapters.lora import adapter_parameters, layer_kind, published_name
+from digenrl.models.adapters.lora import adapter_parameters, layer_kind
 from digenrl.models.adapters.lora_files import (
     DOWN,
     FILE_NAME,
@@ -39,7 +40,23 @@ from digenrl.models.model_weights import load_weights
 KEY = "training.lora.start_from"
 SIDES = (KOHYA_ENDS, (DOWN, UP), (".lora.down.weight", ".lora.up.weight"))
 METADATA = "lora_adapter_metadata"  # where diffusers keeps rank and alpha
-ORIGINAL_PREFIXES = ("diffusion_model.", "transformer.")  # of the names of a model's original code
+PREFIXES = ("", "transformer.", "unet.", "diffusion_model.", "model.diffusion_model.")  # before names with dots
+# Before names with underscores: kohya and musubi-tuner, OneTrainer, LyCORIS.
+UNDERSCORE_PREFIXES = (KOHYA_PREFIX, "lora_unet__", "lora_transformer_", "lycoris_")
+KNOWN_NAMES = (
+    "LAYER.lora_A.weight, LAYER.lora_down.weight and LAYER.lora.down.weight, also after base_model.model., "
+    "transformer., unet. or diffusion_model., and lora_unet_LAYER.lora_down.weight"
+)
+SET_NAME = re.compile(r"(\.lora_[AB])\.[^.]+(\.weight)$")  # peft's name of the adapter set
+UNSUPPORTED = {
+    "DoRA": r"\.(dora_scale|lora_magnitude_vector)\b",
+    "LoKr": r"\.lokr_",
+    "LoHa": r"\.hada_",
+    "OFT": r"\.oft_",
+    "Tucker decomposition": r"\.lora_mid\b",
+    "difference of whole weights": r"\.diff(_b)?$",
+    "bias": r"\.(lora_[AB]|lora_down|lora_up)\.bias$",
+}  # what a file holds besides plain adapters, or instead of them, by the names of tensors
 UNET_CONFIG = SimpleNamespace(layers_per_block=2)  # of SD 1.5 and SDXL, for kohya's names of blocks
 
 
@@ -132,31 +149,31 @@ def read_lora(source: Path, pipeline_class: type[Any], original: OriginalLayers)
     """The pairs of a LoRA by layer of the diffusers transformer, with its scale multiplied into B."""
     file = _file_of(source)
     tensors, metadata = _read(file)
-    if any(name.startswith(PEFT_PREFIX) for name in tensors):
-        scale = _peft_scale(file.with_name(PEFT_CONFIG))
-        named = {name.removeprefix(PEFT_PREFIX): value for name, value in tensors.items()}
-        return _pairs(source, named, scale)
-    _check_plain(source, {key: True for name in tensors if (key := name.rpartition(".")[2]) == "dora_scale"})
+    _check_kind(source, tensors)
+    by_peft = file.name == PEFT_FILE or any(name.startswith(PEFT_PREFIX) for name in tensors)
+    tensors = {name.removeprefix(PEFT_PREFIX): value for name, value in tensors.items()}
     ranks = _apply_alphas(tensors)
-    scale = _metadata_scale(source, metadata) if not ranks else 1.0
-    pairs = _pairs_by_original_name(source, tensors, original, scale)
-    if pairs:
-        return pairs
+    if not tensors:
+        raise _wrong(source, f"has no adapters; known names: {KNOWN_NAMES}")
+    scale = 1.0
     if not ranks:
-        return _pairs(source, _converted(source, tensors, pipeline_class), scale)
-    try:  # some layouts are converted only without alphas, and others recognized by them
-        return _pairs(source, _converted(source, tensors, pipeline_class), 1.0)
-    except ConfigError:
-        return _pairs(source, _converted(source, tensors | ranks, pipeline_class), 1.0)
+        scale = _peft_scale(file.with_name(PEFT_CONFIG)) if by_peft else _metadata_scale(source, metadata)
+    pairs, unread = _pairs_by_name(source, tensors, original, scale)
+    if unread:
+        pairs = _pairs_by_conversion(source, tensors, ranks, pipeline_class, scale, unread)
+        _check_layers(source, pairs, original, unread)
+    return pairs
 
 
-def _pairs_by_original_name(
+def _pairs_by_name(
     source: Path, tensors: Mapping[str, Tensor], original: OriginalLayers, scale: float
-) -> dict[str, LoraPair]:
-    """The pairs of a file in which every layer has one of the original names; else none."""
+) -> tuple[dict[str, LoraPair], list[str]]:
+    """The pairs of layers that have one of the known names, and the names of all other tensors."""
     left, pairs = dict(tensors), dict[str, LoraPair]()
     for name, (outputs, swaps) in original.items():
-        spellings = (*(prefix + name for prefix in ORIGINAL_PREFIXES), KOHYA_PREFIX + name.replace(".", "_"))
+        underscored = name.replace(".", "_")
+        spellings = [prefix + name for prefix in PREFIXES]
+        spellings += [prefix + underscored for prefix in UNDERSCORE_PREFIXES]
         for down, up in ((each + a, each + b) for each in spellings for a, b in SIDES):
             if down in left and up in left:
                 low, high = left.pop(down), left.pop(up)
@@ -164,10 +181,46 @@ def _pairs_by_original_name(
                     raise _wrong(source, f"{up} has {len(high)} rows, expected {sum(outputs.values())}")
                 rows = torch.split(swapped(high) if swaps else high, list(outputs.values()))
                 pairs |= {part: (low, own * scale) for part, own in zip(outputs, rows, strict=True)}
-    return {} if left else pairs
+    return pairs, sorted(left)
 
 
-def _converted(source: Path, tensors: Mapping[str, Tensor], pipeline_class: type[Any]) -> dict[str, Tensor]:
+def _pairs_by_conversion(
+    source: Path,
+    tensors: Mapping[str, Tensor],
+    ranks: Mapping[str, Tensor],
+    pipeline_class: type[Any],
+    scale: float,
+    unread: Sequence[str],
+) -> dict[str, LoraPair]:
+    """The pairs of a file whose names diffusers converts.
+
+    Some layouts are converted only without alphas, and others recognized by them: `ranks`, which do not scale.
+    """
+    try:
+        return _pairs(source, _converted(source, tensors, pipeline_class, unread), scale, unread)
+    except ConfigError:
+        if not ranks:
+            raise
+    return _pairs(source, _converted(source, {**tensors, **ranks}, pipeline_class, unread), scale, unread)
+
+
+def _check_layers(
+    source: Path, pairs: Mapping[str, LoraPair], original: OriginalLayers, unread: Sequence[str]
+) -> None:
+    """Raises ConfigError if names were converted to layers that the model does not have."""
+    known = {part for layer in original.values() for part in layer.outputs}
+    more = [layer for layer, (_, up) in pairs.items() if layer not in known and up.any()]
+    if original and more:
+        raise _wrong(source, f"{more[0]} is no linear layer of the transformer; {_remedy(unread)}")
+
+
+def _remedy(unread: Sequence[str]) -> str:
+    return f"{unread[0]} is the first tensor that is not known by its name; known: {KNOWN_NAMES}"
+
+
+def _converted(
+    source: Path, tensors: Mapping[str, Tensor], pipeline_class: type[Any], unread: Sequence[str]
+) -> dict[str, Tensor]:
     """The tensors with the names that peft gives them in the diffusers transformer or UNet."""
     component = adapted_component(pipeline_class)
     unet = {"unet_config": UNET_CONFIG} if component == "unet" else {}
@@ -176,10 +229,8 @@ def _converted(source: Path, tensors: Mapping[str, Tensor], pipeline_class: type
         named = read[0] if isinstance(read, tuple) else read  # some add alphas, which have been applied already
         if component == "unet":
             named = convert_unet_state_dict_to_peft(named)
-    except KeyError as error:
-        raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}: the tensor {error} is missing") from None
-    except (ValueError, RuntimeError, NotImplementedError, IndexError, AssertionError) as error:
-        raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}: {one_line(error)}") from None
+    except (KeyError, ValueError, RuntimeError, NotImplementedError, IndexError, AssertionError):
+        raise _wrong(source, f"not a LoRA of {pipeline_class.__name__}; {_remedy(unread)}") from None
     of_text = [name for name in named if name.startswith("text_encoder")]
     if of_text:
         raise _wrong(
@@ -205,8 +256,10 @@ def _file_of(source: Path) -> Path:
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(file, framework="pt") as content:
-            names = content.keys()
-            tensors = {published_name(name): content.get_tensor(name).float() for name in names}
+            names = {name: SET_NAME.sub(r"\1\2", name) for name in content.keys()}  # noqa: SIM118
+            if len(set(names.values())) < len(names):
+                raise _wrong(file, "has several sets of adapters; give a LoRA with one")
+            tensors = {own: content.get_tensor(name).float() for name, own in names.items()}
             return tensors, content.metadata() or {}
     except (OSError, SafetensorError) as error:
         raise _wrong(file, f"cannot be read: {one_line(error)}; only .safetensors files are") from None
@@ -221,7 +274,7 @@ def _apply_alphas(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ranks = {}
     for layer, alpha in alphas.items():
         for down, up in SIDES:
-            if layer + up in tensors:
+            if layer + down in tensors and layer + up in tensors:
                 rank = len(tensors[layer + down])
                 tensors[layer + up] = tensors[layer + up] * (float(alpha) / rank)
                 ranks[f"{layer}.alpha"] = torch.tensor(float(rank))
@@ -243,7 +296,8 @@ def _peft_scale(file: Path) -> float:
         config = json.loads(file.read_text(encoding="utf-8"))
         rank, alpha = config["r"], config["lora_alpha"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise _wrong(file, "peft's configuration is missing or damaged") from None
+        why = "is missing or damaged; it has the strength of the LoRA: put peft's beside the weights"
+        raise _wrong(file, why) from None
     return _scale(file, config, rank, alpha)
 
 
@@ -253,19 +307,26 @@ def _scale(file: Path, config: Mapping[str, Any], rank: float, alpha: float) -> 
     return float(alpha / (sqrt(rank) if config.get("use_rslora") else rank))
 
 
+def _check_kind(file: Path, names: Iterable[str]) -> None:
+    """Raises ConfigError if tensors are not those of plain adapters."""
+    for name in sorted(names):
+        for kind, pattern in UNSUPPORTED.items():
+            if re.search(pattern, name):
+                raise _wrong(file, f"has {name} ({kind}), which is not supported; give a plain LoRA")
+
+
 def _check_plain(file: Path, config: Mapping[str, Any]) -> None:
-    unknown = [key for key in ("use_dora", "dora_scale", "rank_pattern", "alpha_pattern") if config.get(key)]
+    unknown = [key for key in ("use_dora", "rank_pattern", "alpha_pattern") if config.get(key)]
     if unknown:
         raise _wrong(file, f"has {unknown[0]}, which is not supported; give a plain LoRA")
 
 
-def _pairs(source: Path, named: Mapping[str, Tensor], scale: float) -> dict[str, LoraPair]:
+def _pairs(source: Path, named: Mapping[str, Tensor], scale: float, unread: Sequence[str]) -> dict[str, LoraPair]:
     layers = [name.removesuffix(DOWN) for name in named if name.endswith(DOWN)]
     others = sorted(named.keys() - {layer + side for layer in layers for side in (DOWN, UP)})
     incomplete = [layer for layer in layers if layer + UP not in named]
     if others or incomplete or not layers:
-        first = (others or incomplete or ["no adapters"])[0]
-        raise _wrong(source, f"has {first}; only pairs of A and B for linear layers of the transformer are known")
+        raise _wrong(source, f"not only pairs of A and B for linear layers of the transformer; {_remedy(unread)}")
     return {layer: (named[layer + DOWN], named[layer + UP].to(torch.float32) * scale) for layer in layers}
 
 

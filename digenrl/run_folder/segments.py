@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -101,14 +101,30 @@ def unpack_to(path: Path, position: int) -> None:
 def all_parts(path: Path, first_byte: int = 0) -> Iterator[tuple[int, IO[bytes]]]:
     """Every part of a file with the byte where it starts, open for reading; the file itself is the last.
 
-    Parts that end before `first_byte` are left out.
+    Parts that end before `first_byte` are left out. The file may be set aside meanwhile.
     """
-    end = 0
-    for segment in segments_of(path):
-        if segment.end > first_byte:
-            with segment.open() as file:
-                yield segment.start, file
-        end = segment.end
-    if path.exists():
-        with path.open("rb") as file:
-            yield end, file
+    with ExitStack() as stack:
+        live, segments = _open(path, stack), segments_of(path)
+        while not _is_open(path, live):  # it was set aside: before its parts were listed, or after
+            live, segments = _open(path, stack), segments_of(path)
+        for segment in segments:
+            if segment.end > first_byte:
+                with segment.open() as file:
+                    yield segment.start, file
+        if live is not None:
+            yield segments[-1].end if segments else 0, live
+
+
+def _open(path: Path, stack: ExitStack) -> IO[bytes] | None:
+    with suppress(FileNotFoundError):
+        return stack.enter_context(path.open("rb"))
+    return None
+
+
+def _is_open(path: Path, file: IO[bytes] | None) -> bool:
+    """Whether this is the file at the path; None stands for no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return file is None
+    return file is not None and os.path.samestat(found, os.fstat(file.fileno()))

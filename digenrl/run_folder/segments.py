@@ -7,14 +7,18 @@ and compressed afterwards, so that a crash at any moment loses nothing and doubl
 from __future__ import annotations
 
 import gzip
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+logger = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
 _BYTES = re.compile(r"\.(\d+)-(\d+)(\.gz)?")
@@ -76,11 +80,28 @@ def compress_segments(path: Path) -> None:
 def compress(path: Path, packed: Path) -> None:
     """Writes a compressed copy of a file to disk, completely or not at all."""
     partial = packed.with_name(packed.name + PARTIAL)
-    with path.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as target:
-        shutil.copyfileobj(source, target, 1 << 20)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.rename(packed)
+    try:
+        with path.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.rename(packed)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def in_background(compress_files: Callable[[Path], None], path: Path) -> threading.Thread:
+    """Compresses files in a thread. If that fails, as on a full disk, they stay as they are, which is logged."""
+
+    def run() -> None:
+        try:
+            compress_files(path)
+        except OSError as error:
+            logger.warning("%s: could not be compressed: %s", path, error.strerror or error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
 
 
 def unpack_to(path: Path, position: int) -> None:

@@ -30,7 +30,7 @@ class LaneTable:
         return [lane for lane, name in enumerate(self._workers) if name == worker]
 
     def lose(self, lane: int) -> None:
-        """The lane is lost for good."""
+        """Marks the lane as permanently lost."""
         self._workers[lane] = ""
 
     def join(self, assignment: Assignment) -> int:

@@ -47,7 +47,7 @@ from digenrl.run_folder.lines import located_lines
 from digenrl.run_folder.metric_lines import EvaluationRecord
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut, unfinished_evaluations
-from digenrl.runs.resuming import find_resume_point, kept_positions, mend_logs
+from digenrl.runs.resuming import find_resume_point, kept_positions, repair_logs
 from digenrl.runs.step_time_prediction import FIRST_AT, StepTimePrediction, predicted_step_s
 from digenrl.runs.stopping import Stopper
 from digenrl.simulation.virtual_cluster import VirtualCluster
@@ -442,7 +442,7 @@ def test_damaged_logs_are_mended_before_a_run_resumes(tmp_path: Path) -> None:
     folder.metrics.write_bytes(b"garbage\n")
     found = find_resume_point(folder)
     assert found is not None
-    mended = mend_logs(folder, found, told.append)
+    mended = repair_logs(folder, found, told.append)
     assert mended.position.positions == {"journal": 8, "spans": 8, "metrics": 0, "evaluations": 0}
     assert [line.partition(":")[0] for line in told] == [str(folder.journal), str(folder.metrics)]
     lines = RunLines(folder)

@@ -10,7 +10,7 @@ from live_runs import lines_of
 
 from digenrl.config.reading import ConfigError
 from digenrl.run_folder.lines import JsonLines, located_lines
-from digenrl.run_folder.mending import mend_lines
+from digenrl.run_folder.repair import repair_lines
 from digenrl.run_folder.segments import Segment, segments_of
 
 
@@ -204,7 +204,7 @@ def test_a_damaged_file_keeps_its_good_lines_and_the_original_is_set_aside(
 ) -> None:
     if content is not None:
         path.write_bytes(content)
-    position, remark = mend_lines(path, 16)
+    position, remark = repair_lines(path, 16)
     assert path.read_bytes() == (kept if remark else content)
     assert position == len(kept)
     assert (remark is None) == (len(kept) == 16)

@@ -72,7 +72,7 @@ class RayTransport:
         setting = "never" if broadcasts else recipe.cluster.weight_patches
         self._patches = AdapterPatches(setting, self._workers, self.artifacts)
         self.driver_bytes = 0
-        self._checked_s = 0.0  # when all workers were last checked for a sign of life
+        self._checked_s = 0.0  # when the heartbeats of all workers were last checked
         self._checked_nodes = {node.id for node in cluster.resources().nodes}  # the others have joined since
 
     # --- Starting and ending ------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ class RayTransport:
         worker.pending[None] = PendingCall(None, actor.build.remote(self._rendezvous_of(assignment, actor)))
         self._workers[assignment.name] = worker
 
-    def has_room(self, assignment: Assignment) -> bool:
+    def has_capacity(self, assignment: Assignment) -> bool:
         request, free = resource_request(assignment), self._free_resources()
         return all(free.reserve(request) is not None for _ in range(request.count))
 
@@ -238,7 +238,7 @@ class RayTransport:
             wanted, timeout = worker.request.describe(), f"{self._start_timeout_s:g} s"
             return Gone(f"found no room: no machine had {wanted} free within {timeout}", fault=False)
         if worker.is_unresponsive(now_s, self._heartbeat_timeout_s):
-            return Gone(f"gave no sign of life for {self._heartbeat_timeout_s:g} s")
+            return Gone(f"sent no heartbeat for {self._heartbeat_timeout_s:g} s")
         return None
 
 

@@ -313,7 +313,7 @@ MUTANTS = [
     Mutant("worker started again and again", SUPERVISOR, "                del self._vacancies[worker]\n", ""),
     Mutant("lost worker not replaced", SUPERVISOR, "self._vacancies[worker] = _Vacancy(", "_ = _Vacancy("),
     Mutant(
-        "never looks for room again", SUPERVISOR, "self._monotonic() - self._looked_s >= LOOK_EVERY_S", "False"
+        "never looks for room again", SUPERVISOR, "self._monotonic() - self._polled_s >= POLL_INTERVAL_S", "False"
     ),
     Mutant("every loss ends the run", SUPERVISOR, "not gone.fault or used < self._restarts", "not gone.fault"),
 ]

@@ -150,7 +150,7 @@ class FakeTransport:
         self.waiting.clear()
         return messages
 
-    def has_room(self, assignment: Assignment) -> bool:
+    def has_capacity(self, assignment: Assignment) -> bool:
         return assignment.name not in self.no_room_for
 
     def end(self, worker: str) -> None:

@@ -172,13 +172,13 @@ class _WorldRun:
         resources = RunResources(ranks, transport.exchange, world.workers, lambda: None)
         driver: Dispatcher | None = None
 
-        def look_around() -> None:
+        def poll() -> None:
             if self._injector.wants_stop and driver is not None:
                 self._injector.wants_stop = False
                 driver.request_stop()
 
         hooks = RunHooks(
-            look_around=look_around,
+            poll=poll,
             on_step=lambda summary: check_metrics(self._facts.committed[summary.step], summary),
             checkpoint_facts=lambda step: {"jobs_issued": self._jobs_issued, "evaluations": self._behind},
             monotonic=self._clock.monotonic_s,

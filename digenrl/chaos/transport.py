@@ -117,7 +117,7 @@ class VirtualTransport:
             return
         self.after(self._world.start_s * self._noise(f"start {name} {self._starts}"), lambda: self._started(slot))
 
-    def has_room(self, assignment: Assignment) -> bool:
+    def has_capacity(self, assignment: Assignment) -> bool:
         return assignment.name.partition("/")[0] not in self.full
 
     def send(self, worker: str, job: Job) -> None:
@@ -234,7 +234,7 @@ class VirtualTransport:
 
         def give_up() -> None:
             if self.slots.get(name) is slot:
-                self.kill(name, "gave no sign of life any more and was ended")
+                self.kill(name, "stopped sending heartbeats and was killed")
 
         self.after(patience_s, give_up)
         return True

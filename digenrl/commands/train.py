@@ -25,7 +25,7 @@ from digenrl.run_folder.metric_lines import read_evaluations, read_steps
 from digenrl.run_folder.reading import read_run
 from digenrl.runs.checkpointer import RunPosition
 from digenrl.runs.held_out import unfinished_evaluations
-from digenrl.runs.resuming import ResumePoint, find_resume_point, kept_positions, mend_logs
+from digenrl.runs.resuming import ResumePoint, find_resume_point, kept_positions, repair_logs
 from digenrl.runs.stopping import RunFailedError
 from digenrl.runs.training import check_recipe, train
 from digenrl.transports.contract import Backend
@@ -104,7 +104,7 @@ def resume_run(
         if resume_point is None:
             _check_may_start_over(folder, restart, tell)
         else:
-            resume_point = mend_logs(folder, resume_point, tell)
+            resume_point = repair_logs(folder, resume_point, tell)
             _check_something_is_left(folder, recipe, resume_point)
             tell(_where_it_resumes(folder, resume_point))
         if backend is None:

@@ -73,7 +73,7 @@ from digenrl.worker.assignment import ENCODER, TRAINER, DeviceFailed, PeersLost,
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_TIMEOUT_S = 0.25  # how long to wait for messages before `look_around` is called again
+RECEIVE_TIMEOUT_S = 0.25  # how long to wait for messages before `poll` is called again
 TIMEOUTS_PER_JOB = 2  # overdue jobs with the same slice or chunk, after which it counts as failed
 NO_FACTS: dict[str, Any] = {}
 
@@ -82,12 +82,12 @@ NO_FACTS: dict[str, Any] = {}
 class RunHooks:
     """What a run adds to its dispatcher.
 
-    `look_around` is called several times a second and may raise. `on_step` gets the metrics of every committed
+    `poll` is called several times a second and may raise. `on_step` gets the metrics of every committed
     step. `notify` shows a message to the user. `checkpoint_facts` describes a step for its checkpoint. `monotonic`
     is a clock in seconds, for deadlines.
     """
 
-    look_around: Callable[[], None] = lambda: None
+    poll: Callable[[], None] = lambda: None
     on_step: Callable[[StepSummary], None] = lambda summary: None
     notify: Callable[[str], None] = lambda message: None
     checkpoint_facts: Callable[[int], Mapping[str, Any]] = lambda step: NO_FACTS
@@ -109,7 +109,7 @@ class Dispatcher:
         clock: Callable[[], int],
         hooks: RunHooks,
     ) -> None:
-        self._clock, self._look_around, self._notify = clock, hooks.look_around, hooks.notify
+        self._clock, self._poll, self._notify = clock, hooks.poll, hooks.notify
         self.stores = DriverStores(recipe, resources.workers, resources.artifacts, prompts)
         slowest = SLOWEST_BYTES_PER_S if recipe.topology.uses_ray else math.inf
         deadlines = JobDeadlines(recipe.lanes.patience_s, hooks.monotonic, recipe.scoring_limit_s, slowest)
@@ -186,7 +186,7 @@ class Dispatcher:
 
     def receive(self) -> None:
         """Handles the messages that have arrived; waits briefly if there are none."""
-        self._look_around()  # it may raise, so before any message is taken
+        self._poll()  # it may raise, so before any message is taken
         messages = self._jobs.transport.receive(RECEIVE_TIMEOUT_S)
         if messages:  # all belong to one instant: the arrival of the last of them
             waited_ns = min(message.waited_ns for message in messages)
@@ -201,7 +201,7 @@ class Dispatcher:
         if late is not None:
             self._now_ns, self._ticked = max(self._now_ns, self._clock()), False
             self._end(late.worker, f"was not ready after {late.waited_s:.0f} s and was ended")
-        self._supervisor.look_for_room()
+        self._supervisor.start_pending()
 
     # --- Before the run -----------------------------------------------------------------------------------------
 

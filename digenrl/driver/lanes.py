@@ -36,7 +36,7 @@ class LaneTable:
         return [lane for lane, name in self._workers.items() if name == worker]
 
     def lose(self, lane: int) -> None:
-        """The lane is lost for good."""
+        """Marks the lane as permanently lost."""
         del self._workers[lane]
 
     def join(self, assignment: Assignment) -> int:

@@ -13,7 +13,7 @@ from digenrl.worker.assignment import Assignment, Workers
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 1.0  # between looks for room
+POLL_INTERVAL_S = 1.0  # between checks for free resources
 FORGOTTEN_AFTER_STEPS = 100  # committed ones, after which a fault of a worker does not count any more
 LONGEST_WAIT_S = 600.0  # for a worker without which the run cannot continue
 
@@ -66,7 +66,7 @@ class Supervisor:
         self._steps = 0  # committed by this driver
         self._announced: set[str] = set()
         self._replacing: set[str] = set()  # lost workers whose replacements are not ready yet
-        self._looked_s = monotonic()
+        self._polled_s = monotonic()
         self._minutes_loading = 0  # of the worker that has been loading for longest
 
     def assignment(self, worker: str) -> Assignment:
@@ -114,16 +114,16 @@ class Supervisor:
             self._replacing.discard(worker)
             self._notify("")
 
-    def look_for_room(self) -> None:
+    def start_pending(self) -> None:
         """Starts waiting workers from time to time."""
-        if self._vacancies and self._monotonic() - self._looked_s >= LOOK_EVERY_S:
+        if self._vacancies and self._monotonic() - self._polled_s >= POLL_INTERVAL_S:
             self.fill()
 
     def fill(self) -> None:
         """Starts every wanted worker for which there is room."""
-        self._looked_s = self._monotonic()
+        self._polled_s = self._monotonic()
         for worker, vacancy in list(self._vacancies.items()):
-            if self._jobs.transport.has_room(vacancy.assignment):
+            if self._jobs.transport.has_capacity(vacancy.assignment):
                 del self._vacancies[worker]
                 self._announced.discard(worker)
                 self._jobs.start(vacancy.assignment)
@@ -161,12 +161,13 @@ class Supervisor:
     def _check_wait(self, worker: str, vacancy: _Vacancy) -> None:
         if worker not in self._announced:
             self._announced.add(worker)
-            self._notify(f"waiting for room for {worker}")
+            self._notify(f"waiting for free resources for {worker}")
         now_s = self._monotonic()
         vacancy.needed_since_s = now_s if vacancy.needed_since_s is None else vacancy.needed_since_s
         waited_s = now_s - vacancy.needed_since_s
         if waited_s > LONGEST_WAIT_S:
-            raise WorkerFailedError(f"{worker} found no room for {waited_s:.0f} s; add machines, and resume")
+            waited = f"no resources became free within {waited_s:.0f} s"
+            raise WorkerFailedError(f"{worker}: {waited}; add machines, and resume")
 
     def _run_needs(self, worker: str) -> bool:
         """Whether the run cannot continue without this worker. A trainer that may help generates by itself."""

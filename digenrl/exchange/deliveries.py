@@ -1,4 +1,4 @@
-"""What driver, sender and receivers of a broadcast tell each other. Needs no torch."""
+"""Messages between the driver, the sender and the receivers of a broadcast. Needs no torch."""
 
 from __future__ import annotations
 

@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from digenrl.config.reading import ConfigError
-from digenrl.run_folder.segments import all_parts, compress_segments, live_start, set_aside, unpack_to
+from digenrl.run_folder.segments import (
+    all_parts,
+    compress_segments,
+    in_background,
+    live_start,
+    set_aside,
+    unpack_to,
+)
 
 _BLOCK_BYTES = 1 << 16
 ROTATED_BYTES = 64 << 20  # a file of this size is set aside when the run is saved
@@ -73,9 +80,7 @@ class JsonLines:
         self._file.close()
         set_aside(self.path)
         self._open()
-        thread = threading.Thread(target=compress_segments, args=(self.path,), daemon=True)
-        thread.start()
-        return thread
+        return in_background(compress_segments, self.path)
 
     def truncate(self, position: int) -> None:
         """Removes everything after a position that `position` returned earlier."""

@@ -20,12 +20,12 @@ def rotate_logs(folder: Path, limit: int = LONGEST_BYTES) -> None:
     for log in sorted(folder.glob("*.log")):
         if log.stat().st_size < limit:
             continue
-        for number in range(KEPT_PARTS - 1, 0, -1):
+        compress(log, _part(log, 0))
+        os.truncate(log, 0)
+        for number in range(KEPT_PARTS - 1, -1, -1):
             part = _part(log, number)
             if part.exists():
                 part.replace(_part(log, number + 1))
-        compress(log, _part(log, 1))
-        os.truncate(log, 0)
 
 
 def _part(log: Path, number: int) -> Path:

@@ -7,14 +7,18 @@ and compressed afterwards, so that a crash at any moment loses nothing and doubl
 from __future__ import annotations
 
 import gzip
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
+
+logger = logging.getLogger(__name__)
 
 PARTIAL = ".partial"
 _BYTES = re.compile(r"\.(\d+)-(\d+)(\.gz)?")
@@ -76,11 +80,28 @@ def compress_segments(path: Path) -> None:
 def compress(path: Path, packed: Path) -> None:
     """Writes a compressed copy of a file to disk, completely or not at all."""
     partial = packed.with_name(packed.name + PARTIAL)
-    with path.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as target:
-        shutil.copyfileobj(source, target, 1 << 20)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-    partial.rename(packed)
+    try:
+        with path.open("rb") as source, gzip.open(partial, "wb", compresslevel=1) as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.rename(packed)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def in_background(compress_files: Callable[[Path], None], path: Path) -> threading.Thread:
+    """Compresses files in a thread. If that fails, as on a full disk, they stay as they are, which is logged."""
+
+    def run() -> None:
+        try:
+            compress_files(path)
+        except OSError as error:
+            logger.warning("%s: could not be compressed: %s", path, error.strerror or error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread
 
 
 def unpack_to(path: Path, position: int) -> None:
@@ -101,14 +122,30 @@ def unpack_to(path: Path, position: int) -> None:
 def all_parts(path: Path, first_byte: int = 0) -> Iterator[tuple[int, IO[bytes]]]:
     """Every part of a file with the byte where it starts, open for reading; the file itself is the last.
 
-    Parts that end before `first_byte` are left out.
+    Parts that end before `first_byte` are left out. The file may be set aside meanwhile.
     """
-    end = 0
-    for segment in segments_of(path):
-        if segment.end > first_byte:
-            with segment.open() as file:
-                yield segment.start, file
-        end = segment.end
-    if path.exists():
-        with path.open("rb") as file:
-            yield end, file
+    with ExitStack() as stack:
+        live, segments = _open(path, stack), segments_of(path)
+        while not _is_open(path, live):  # it was set aside: before its parts were listed, or after
+            live, segments = _open(path, stack), segments_of(path)
+        for segment in segments:
+            if segment.end > first_byte:
+                with segment.open() as file:
+                    yield segment.start, file
+        if live is not None:
+            yield segments[-1].end if segments else 0, live
+
+
+def _open(path: Path, stack: ExitStack) -> IO[bytes] | None:
+    with suppress(FileNotFoundError):
+        return stack.enter_context(path.open("rb"))
+    return None
+
+
+def _is_open(path: Path, file: IO[bytes] | None) -> bool:
+    """Whether this is the file at the path; None stands for no file."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return file is None
+    return file is not None and os.path.samestat(found, os.fstat(file.fileno()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from digenrl.config.recipes.files import fingerprint
 from digenrl.records import Action, Committed, Event
 from digenrl.run_folder.folder import RunFolder, RunLines
 from digenrl.run_folder.log_files import rotate_logs
+from digenrl.run_folder.segments import in_background
 from digenrl.scheduling import RecordedStep, SchedulerState
 from digenrl.scheduling.recorded_versions import VersionRecord
 
@@ -48,6 +50,7 @@ class Checkpointer:
     def __init__(self, folder: RunFolder, lines: RunLines, start: RunPosition) -> None:
         self._folder, self._lines = folder, lines
         self.position = start
+        self._compressing: threading.Thread | None = None
         self._versions = VersionRecord(start.step, start.recorded)
 
     def observe(self, event: Event, actions: Sequence[Action], state: SchedulerState) -> None:
@@ -68,5 +71,6 @@ class Checkpointer:
         """The facts for the checkpoint of the last version. Brings the run's files to disk first."""
         assert step == self.position.step, f"a checkpoint of step {step}, but the run is at {self.position.step}"
         self._lines.sync()
-        rotate_logs(self._folder.logs)
+        if self._compressing is None or not self._compressing.is_alive():
+            self._compressing = in_background(rotate_logs, self._folder.logs)
         return self.position.facts(fingerprint(self._folder.recipe))

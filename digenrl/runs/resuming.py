@@ -14,8 +14,8 @@ from digenrl.config.recipes.recipe import Recipe
 from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.journal import read_journal
 from digenrl.run_folder.lines import JsonLine
-from digenrl.run_folder.mending import mend_lines
 from digenrl.run_folder.metric_lines import end_of_evaluations, evaluation_record, step_record
+from digenrl.run_folder.repair import repair_lines
 from digenrl.run_folder.segments import live_start
 from digenrl.runs.checkpointer import RunPosition
 from digenrl.runs.initial_facts import RECORDED, recorded_steps
@@ -101,14 +101,14 @@ def _position(folder: RunFolder, recipe: Recipe, path: Path, content: Checkpoint
     return position
 
 
-def mend_logs(folder: RunFolder, resume_point: ResumePoint, notify: Callable[[str], None]) -> ResumePoint:
+def repair_logs(folder: RunFolder, resume_point: ResumePoint, notify: Callable[[str], None]) -> ResumePoint:
     """Mends log files that were cut or damaged since the checkpoint, and tells the user about each."""
     positions = dict(resume_point.position.positions)
     for name, path in folder.line_files().items():
         start = live_start(path)
         if positions.get(name, 0) >= start:
             read = READERS.get(name, lambda line: None)
-            end, remark = mend_lines(path, positions.get(name, 0) - start, read)
+            end, remark = repair_lines(path, positions.get(name, 0) - start, read)
             positions[name] = start + end
             if remark is not None:
                 notify(remark)

@@ -131,7 +131,7 @@ class TrainingRun:
         self._metrics: StepMetrics | None = None
         self._operations: SampleOperations | None = None
         hooks = RunHooks(
-            look_around=self._look_around,
+            poll=self._poll,
             on_step=self._step_done,
             notify=view.notify,
             checkpoint_facts=self._checkpointer.facts,
@@ -204,7 +204,8 @@ class TrainingRun:
         spans = SpanWriter(self._lines.spans, metrics.add_span)
         prediction = StepTimePrediction(lambda step, seconds: metrics.report(step, {"predicted_step_s": seconds}))
         observers = (
-            Journal(self._lines.journal),  # first: whoever reads another file finds its cause here
+            # first, so that the cause of every entry in the other files is in the journal
+            Journal(self._lines.journal),
             Recorder(state, start_ns=start_ns, sink=spans.add),
             metrics,  # after the recorder: a step ends with the span of its commit
             Auditor(state),
@@ -219,7 +220,7 @@ class TrainingRun:
         self._begun = True
         return drive(state, self._driver, observers)
 
-    def _look_around(self) -> None:
+    def _poll(self) -> None:
         self._view.tick()
         asked_by = self._stopper.take_request()
         if asked_by is None:

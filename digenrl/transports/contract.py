@@ -53,7 +53,7 @@ class Transport(Protocol):
     def start(self, assignment: Assignment) -> None:
         """Starts a worker; its first report is Ready, or StartFailed if it cannot be built."""
 
-    def has_room(self, assignment: Assignment) -> bool:
+    def has_capacity(self, assignment: Assignment) -> bool:
         """Whether there is capacity to start this worker now."""
 
     def send(self, worker: str, job: Job) -> None:
@@ -62,7 +62,7 @@ class Transport(Protocol):
     def receive(self, timeout_s: float) -> Sequence[Message]:
         """Messages that have arrived, at least the first of every worker; waits for one up to the timeout.
 
-        A worker that gives no sign of life for the recipe's `lanes.patience_s` is killed and reported as gone.
+        A worker that sends no heartbeat for the recipe's `lanes.patience_s` is killed and reported as gone.
         """
 
     def end(self, worker: str) -> None:

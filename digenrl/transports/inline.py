@@ -40,7 +40,7 @@ class InlineTransport:
             self._workers[assignment.name] = worker
         self._messages.append(Message(assignment.name, None, report))
 
-    def has_room(self, assignment: Assignment) -> bool:
+    def has_capacity(self, assignment: Assignment) -> bool:
         return True
 
     def send(self, worker: str, job: Job) -> None:

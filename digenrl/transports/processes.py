@@ -139,7 +139,7 @@ class ProcessTransport:
             process, ours, Outbox(ours), our_lifeline, heartbeats, timeout_s, ActiveClock(timeout_s / 4)
         )
 
-    def has_room(self, assignment: Assignment) -> bool:
+    def has_capacity(self, assignment: Assignment) -> bool:
         return True
 
     def send(self, worker: str, job: Job) -> None:
@@ -161,7 +161,7 @@ class ProcessTransport:
         unresponsive = [name for name, each in self._workers.items() if each.is_unresponsive()]
         for name in unresponsive:
             self.end(name)
-        return [Message(name, None, Gone("gave no sign of life any more and was ended")) for name in unresponsive]
+        return [Message(name, None, Gone("stopped sending heartbeats and was killed")) for name in unresponsive]
 
     def _receive_from(self, name: str, ended: bool) -> list[Message]:
         """Its next report, or all that are left if its process has ended."""

@@ -56,8 +56,8 @@ class RankGroupTransport:
                 replace(assignment, name=name, device=device, cores=cores, rank=rank, epoch=self._epoch)
             )
 
-    def has_room(self, assignment: Assignment) -> bool:
-        return self._transport.has_room(assignment)
+    def has_capacity(self, assignment: Assignment) -> bool:
+        return self._transport.has_capacity(assignment)
 
     def send(self, worker: str, job: Job) -> None:
         group = self._groups.get(worker)

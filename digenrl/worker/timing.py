@@ -37,8 +37,8 @@ def sustained_seconds(work: Callable[[], object], device: torch.device, ranks: R
     return fmean(seconds[len(seconds) // 2 :])
 
 
-def _all_agree(go_on: bool, ranks: RankGroup | None) -> bool:
-    return go_on if ranks is None else all(ranks.gather(go_on))
+def _all_agree(repeat: bool, ranks: RankGroup | None) -> bool:
+    return repeat if ranks is None else all(ranks.gather(repeat))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

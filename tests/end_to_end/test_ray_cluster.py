@@ -251,19 +251,19 @@ def test_a_stopped_worker_is_unresponsive_and_ended(setting: Setting, monkeypatc
     job_id = setting.send(distant, sleep)  # busy for longer than the timeout, but responsive
     os.kill(pid, signal.SIGSTOP)
     assert wait_for(transport, 2) == [
-        Message(near.name, None, Gone("gave no sign of life for 3 s")),
+        Message(near.name, None, Gone("sent no heartbeat for 3 s")),
         Message(distant.name, job_id, Did(0, replace(sleep, id=job_id))),
     ]
     until(lambda: not is_alive(pid))
-    until(lambda: transport.has_room(near))
+    until(lambda: transport.has_capacity(near))
 
 
 def test_room_is_counted_with_workers_that_were_just_requested_until_they_are_ended(setting: Setting) -> None:
     transport = setting.transport
     second, third = setting.workers.reserve
-    assert transport.has_room(second)
+    assert transport.has_capacity(second)
     transport.start(second)
-    assert not transport.has_room(third)
+    assert not transport.has_capacity(third)
     transport.start(third)
     reports = {message.worker: message.report for message in wait_for(transport, 2)}
     gone = reports.pop(third.name)
@@ -271,7 +271,7 @@ def test_room_is_counted_with_workers_that_were_just_requested_until_they_are_en
     assert reports == {second.name: Ready()}
     setting.send(second, Sleep(60))
     transport.end(second.name)
-    until(lambda: transport.has_room(third))
+    until(lambda: transport.has_capacity(third))
     assert transport.receive(0.5) == [], "an ended worker sends no more messages"
 
 

@@ -20,7 +20,8 @@ from digenrl.commands.report import report_run, summary_table
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import fingerprint
 from digenrl.run_folder.folder import RunFolder, RunLines
-from digenrl.runs.resuming import find_resume_point, kept_positions, mend_logs
+from digenrl.run_folder.reading import read_run
+from digenrl.runs.resuming import find_resume_point, kept_positions, repair_logs
 from digenrl.training.checkpoint.format import WHOLE, CheckpointContent
 
 DAMAGED_FOLDERS = int(os.environ.get("DIGENRL_DAMAGED_FOLDERS", "40"))
@@ -139,7 +140,7 @@ def resume(path: Path) -> int:
     point = find_resume_point(folder)
     if point is None:
         return -1
-    point = mend_logs(folder, point, lambda line: None)
+    point = repair_logs(folder, point, lambda line: None)
     lines = RunLines(folder)
     lines.truncate(kept_positions(folder, point.position))
     lines.close()

@@ -189,7 +189,7 @@ def test_a_worker_lost_while_it_starts_is_started_again(tmp_path: Path) -> None:
             if runs and name in runs[0].transport.workers:
                 runs.pop().transport.kill(name)
 
-        run = FakeRun(root, fake_recipe(), hooks={"look_around": kill_once})
+        run = FakeRun(root, fake_recipe(), hooks={"poll": kill_once})
         runs.append(run)
         run.driver.start_workers()
         assert not runs and name in run.transport.workers
@@ -282,7 +282,7 @@ def test_a_score_that_waits_for_its_source_image_is_dropped_with_its_own_worker_
 def test_a_reserve_that_never_found_room_is_awaited_only_once_it_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("digenrl.driver.supervisor.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("digenrl.driver.supervisor.POLL_INTERVAL_S", 0.0)
     now = [0.0]
     recipe = fake_recipe(lanes={"generators": ["cpu"]}, techniques={"tag": "none"})
     run = FakeRun(tmp_path, recipe, reserve=1, hooks={"monotonic": lambda: now[0]})
@@ -299,7 +299,7 @@ def test_a_reserve_that_never_found_room_is_awaited_only_once_it_is_needed(
     run.driver.receive()
     now[0] += 1
     run.transport.waiting.append(Message("encoder", None, Ready()))
-    with pytest.raises(WorkerFailedError, match=r"generator-[01] found no room for 601 s"):
+    with pytest.raises(WorkerFailedError, match=r"generator-[01]: no resources .* 601 s"):
         run.driver.receive()
 
 
@@ -441,7 +441,7 @@ def test_a_generator_that_fails_a_job_that_is_not_tried_again_is_replaced(job: J
 def test_the_user_is_notified_of_a_lost_trainer_and_of_missing_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("digenrl.driver.supervisor.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("digenrl.driver.supervisor.POLL_INTERVAL_S", 0.0)
     run = begun(tmp_path)
     run.transport.no_room_for = {TRAINER}
     run.transport.kill(TRAINER)
@@ -478,7 +478,7 @@ def test_a_user_error_is_shown_as_it_is_and_anything_else_with_its_details(tmp_p
 
 
 def test_a_lane_joins_when_there_is_room_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("digenrl.driver.supervisor.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("digenrl.driver.supervisor.POLL_INTERVAL_S", 0.0)
     run = FakeRun(tmp_path, fake_recipe(steps=6), reserve=2)
     run.transport.no_room_for = {"generator-2", "generator-3"}
 
@@ -503,7 +503,7 @@ def test_a_lane_joins_when_there_is_room_and_only_then(tmp_path: Path, monkeypat
 def test_a_lane_that_cannot_start_when_it_joins_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("digenrl.driver.supervisor.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("digenrl.driver.supervisor.POLL_INTERVAL_S", 0.0)
     run = FakeRun(tmp_path, fake_recipe(steps=2), reserve=1)
     failure = StartFailed("reward 'ocr' needs the package 'rapidocr'", user_error=True)
     run.transport.fails_to_start = {"generator-2": failure}

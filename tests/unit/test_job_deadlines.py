@@ -155,7 +155,7 @@ def test_a_worker_that_never_gets_ready_is_replaced_after_a_notice_each_minute(t
             run.transport.loads_forever.clear()
 
     clock, limit_s = Seconds(), UNTIMED_FACTOR * PATIENCE_S
-    hooks = {"monotonic": clock, "look_around": pass_a_second}
+    hooks = {"monotonic": clock, "poll": pass_a_second}
     run = FakeRun(tmp_path, fake_recipe(lanes={"patience_s": PATIENCE_S}), hooks=hooks)
     run.transport.loads_forever.add("reward-0")
     run.driver.start_workers()

@@ -33,7 +33,7 @@ class FakeTransport:
     def start(self, assignment: Assignment) -> None:
         self.started[assignment.name] = assignment
 
-    def has_room(self, assignment: Assignment) -> bool:
+    def has_capacity(self, assignment: Assignment) -> bool:
         return True
 
     def send(self, worker: str, job: Job) -> None:

@@ -50,7 +50,7 @@ from digenrl.run_folder.lines import located_lines
 from digenrl.run_folder.metric_lines import EvaluationRecord, read_evaluations, read_steps
 from digenrl.runs.checkpointer import Checkpointer, RunPosition
 from digenrl.runs.held_out import HeldOut, unfinished_evaluations
-from digenrl.runs.resuming import find_resume_point, kept_positions, mend_logs
+from digenrl.runs.resuming import find_resume_point, kept_positions, repair_logs
 from digenrl.runs.step_time_prediction import FIRST_AT, StepTimePrediction, predicted_step_s
 from digenrl.runs.stopping import Stopper
 from digenrl.simulation.virtual_cluster import VirtualCluster
@@ -483,11 +483,11 @@ def test_damaged_logs_are_mended_before_a_run_resumes(tmp_path: Path) -> None:
     folder.metrics.write_bytes(b"garbage\n")
     found = find_resume_point(folder)
     assert found is not None
-    mended = mend_logs(folder, found, told.append)
-    assert mended.position.positions == {"journal": 8, "spans": 8, "metrics": 0, "evaluations": 0}
+    repaired = repair_logs(folder, found, told.append)
+    assert repaired.position.positions == {"journal": 8, "spans": 8, "metrics": 0, "evaluations": 0}
     assert [line.partition(":")[0] for line in told] == [str(folder.journal), str(folder.metrics)]
     lines = RunLines(folder)
-    lines.truncate(kept_positions(folder, mended.position))
+    lines.truncate(kept_positions(folder, repaired.position))
     lines.close()
     assert (folder.journal.read_bytes(), folder.metrics.read_bytes()) == (b'{"a":0}\n', b"")
 
@@ -501,9 +501,9 @@ def test_lines_that_are_no_metrics_are_set_aside_before_a_run_resumes(tmp_path: 
     write_checkpoint(folder, 1, positions={"journal": 0, "spans": 0, **sizes})
     found = find_resume_point(folder)
     assert found is not None
-    mended = mend_logs(folder, found, told.append)
+    repaired = repair_logs(folder, found, told.append)
     assert [line.partition(":")[0] for line in told] == [str(folder.metrics), str(folder.evaluations)]
-    ends = kept_positions(folder, mended.position)
+    ends = kept_positions(folder, repaired.position)
     assert [step.step for step in read_steps(folder.metrics, ends["metrics"])] == [0]
     assert [each.steps_done for each in read_evaluations(folder.evaluations, ends["evaluations"])] == [1]
 

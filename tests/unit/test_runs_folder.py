@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import subprocess
@@ -18,7 +19,8 @@ from digenrl.commands.train import start_run
 from digenrl.config.reading import ConfigError
 from digenrl.run_folder.folder import FORMAT, LaneEntry, RunFolder, RunLines, Status, numbered_path
 from digenrl.run_folder.lines import located_lines
-from digenrl.run_folder.log_files import KEPT_PARTS, rotate_logs
+from digenrl.run_folder.log_files import KEPT_PARTS, LONGEST_BYTES, rotate_logs
+from digenrl.run_folder.segments import in_background
 
 STARTED = datetime(2025, 3, 1, 12, 30, tzinfo=UTC)
 
@@ -242,3 +244,17 @@ def test_long_logs_are_compressed_and_only_the_newest_parts_are_kept(tmp_path: P
     parts = [gzip.decompress((tmp_path / f"trainer.log.{n}.gz").read_bytes()) for n in range(1, KEPT_PARTS + 1)]
     assert parts == [b"%d" % part * 100 for part in range(KEPT_PARTS + 1, 1, -1)]
     assert len(list(tmp_path.iterdir())) == KEPT_PARTS + 2
+
+
+def test_a_log_that_cannot_be_compressed_stays_as_it_is_and_the_log_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("digenrl.run_folder.segments.shutil.copyfileobj", full)
+    log = tmp_path / "trainer.log"
+    log.write_bytes(b"x" * LONGEST_BYTES)
+    in_background(rotate_logs, tmp_path).join()
+    assert list(tmp_path.iterdir()) == [log] and log.stat().st_size == LONGEST_BYTES
+    assert "No space left on device" in caplog.text

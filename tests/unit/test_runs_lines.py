@@ -10,7 +10,8 @@ from live_runs import lines_of
 
 from digenrl.config.reading import ConfigError
 from digenrl.run_folder.lines import JsonLines, located_lines
-from digenrl.run_folder.mending import mend_lines
+from digenrl.run_folder.repair import repair_lines
+from digenrl.run_folder.segments import Segment, segments_of
 
 
 @pytest.fixture
@@ -151,6 +152,27 @@ def test_a_file_with_parts_is_truncated_anywhere_and_goes_on(kept: int, path: Pa
     assert [content["step"] for content in lines_of(path)] == list(range(kept + 1))
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_a_file_that_is_set_aside_while_its_parts_are_listed_is_read_once(
+    before: bool, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rotated(path, steps=6, every=4)
+    writer, listed = JsonLines(path), []
+
+    def list_parts(of: Path) -> list[Segment]:
+        parts = segments_of(of)
+        if not listed:
+            listed.append(True)
+            thread = writer.rotate(limit=0)
+            assert thread is not None
+            thread.join()
+        return segments_of(of) if before else parts
+
+    monkeypatch.setattr("digenrl.run_folder.segments.segments_of", list_parts)
+    assert [content["step"] for content in lines_of(path)] == list(range(6))
+    assert listed
+
+
 def test_a_crash_while_a_part_is_compressed_neither_loses_nor_doubles_it(path: Path) -> None:
     rotated(path, steps=4, every=4)
     (packed,) = path.parent.glob("metrics.jsonl.*")
@@ -182,7 +204,7 @@ def test_a_damaged_file_keeps_its_good_lines_and_the_original_is_set_aside(
 ) -> None:
     if content is not None:
         path.write_bytes(content)
-    position, remark = mend_lines(path, 16)
+    position, remark = repair_lines(path, 16)
     assert path.read_bytes() == (kept if remark else content)
     assert position == len(kept)
     assert (remark is None) == (len(kept) == 16)

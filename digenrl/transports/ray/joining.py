@@ -176,7 +176,7 @@ def _start(min_cpus: int) -> RayCluster:
 
 
 def check_private(folder: Path) -> None:
-    """Raises ConfigError unless the folder belongs to this user, and nobody else can enter it."""
+    """Raises ConfigError unless the folder belongs to this user, and that no other user can enter it."""
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(

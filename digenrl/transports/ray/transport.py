@@ -70,10 +70,10 @@ class RayTransport:
         self.artifacts = RayArtifactStore(sites, holds_weights=not broadcasts)
         setting = "never" if broadcasts else recipe.cluster.weight_patches
         self._patches = AdapterPatches(setting, self._workers, self.artifacts)
-        self._checked_s = 0.0  # when all workers were last checked for a sign of life
+        self._checked_s = 0.0  # when the heartbeats of all workers were last checked
         self._nodes: tuple[NodeResources, ...] = ()
         self._nodes_seen_s = 0.0
-        self._without_room: list[ResourceRequest] = []  # of workers that did not fit
+        self._without_capacity: list[ResourceRequest] = []  # of workers that did not fit
         self._checked_nodes = {node.id for node in cluster.resources().nodes}  # the others have joined since
 
     # --- Starting and ending ------------------------------------------------------------------------------------
@@ -92,14 +92,14 @@ class RayTransport:
         worker.pending[None] = PendingCall(None, actor.build.remote(self._rendezvous_of(assignment, actor)))
         self._workers[assignment.name] = worker
 
-    def has_room(self, assignment: Assignment) -> bool:
+    def has_capacity(self, assignment: Assignment) -> bool:
         request, free = resource_request(assignment), self._free_resources()
-        if request in self._without_room:
+        if request in self._without_capacity:
             return False
-        has_room = all(free.reserve(request) is not None for _ in range(request.count))
-        if not has_room:
-            self._without_room.append(request)
-        return has_room
+        fits = all(free.reserve(request) is not None for _ in range(request.count))
+        if not fits:
+            self._without_capacity.append(request)
+        return fits
 
     def end(self, worker: str) -> None:
         if worker in self._workers:
@@ -107,7 +107,7 @@ class RayTransport:
                 self._broadcaster.forget(worker)
             self._patches.forget(worker)
             self._workers.pop(worker).kill()
-            self._without_room.clear()
+            self._without_capacity.clear()
 
     def stop(self) -> None:
         for worker in list(self._workers):
@@ -131,7 +131,7 @@ class RayTransport:
         now_s = time.monotonic()
         if not self._nodes or now_s - self._nodes_seen_s >= CHECK_INTERVAL_S:
             self._nodes, self._nodes_seen_s = self._cluster.resources().nodes, now_s
-            self._without_room.clear()
+            self._without_capacity.clear()
         return self._nodes
 
     def _rendezvous_of(self, assignment: Assignment, actor: Any) -> Any:
@@ -251,7 +251,7 @@ class RayTransport:
             wanted, timeout = worker.request.describe(), f"{self._start_timeout_s:g} s"
             return Gone(f"found no room: no machine had {wanted} free within {timeout}", fault=False)
         if worker.is_unresponsive(now_s, self._heartbeat_timeout_s):
-            return Gone(f"gave no sign of life for {self._heartbeat_timeout_s:g} s")
+            return Gone(f"sent no heartbeat for {self._heartbeat_timeout_s:g} s")
         return None
 
 

@@ -12,14 +12,14 @@ from digenrl.run_folder.lines import JsonLine, read_line
 CHECKED_BYTES = 64 << 20  # larger files are only checked where they will be truncated
 
 
-def mend_lines(
+def repair_lines(
     path: Path, position: int, read: Callable[[JsonLine], object] = lambda line: None
 ) -> tuple[int, str | None]:
     """Keeps the good lines before `position`, in bytes, if the file is damaged there.
 
     A line is good if it is a JSON object for which `read` does not raise ConfigError.
     Returns the position after them, and a line for the user if anything was wrong. The damaged file is kept beside
-    the mended one.
+    the repaired one.
     """
     content = _first_bytes(path, position) if path.is_file() else b""
     cut = len(content) < position or (position > 0 and not content.endswith(b"\n"))
@@ -27,13 +27,13 @@ def mend_lines(
         return position, None
     complete = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
     good = [line for line in complete if _is_good(line, path, read)]
-    mended = path.with_name(f".mended-{path.name}")
-    with mended.open("wb") as file:
+    repaired = path.with_name(f".repaired-{path.name}")
+    with repaired.open("wb") as file:
         file.writelines(good)
         file.flush()
         os.fsync(file.fileno())
     aside = _set_aside(path)
-    mended.rename(path)
+    repaired.rename(path)
     if aside is None:
         return 0, f"{path}: was missing; its lines are lost"
     kept = f"kept {len(good)} good line{'' if len(good) == 1 else 's'}"

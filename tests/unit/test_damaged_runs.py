@@ -20,7 +20,6 @@ from digenrl.commands.report import report_run, summary_table
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import fingerprint
 from digenrl.run_folder.folder import RunFolder, RunLines
-from digenrl.run_folder.reading import read_run
 from digenrl.runs.resuming import find_resume_point, kept_positions, repair_logs
 from digenrl.training.checkpoint.format import WHOLE, CheckpointContent
 

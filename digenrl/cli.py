@@ -278,11 +278,13 @@ def plan_command(
 
     words = _words(recipe, overrides)
     request = plan.read_request(words, model)
-    files = plan.output_files(request, out_file, spec_file, force, inputs=[cluster, *map(Path, words[:1])])
     shares = plan.stale_shares(request, on_policy, stale_shares)
     settings = plan.plan_options(shares, ranks, objective, keep)
+    cards = plan.read_cards(cluster, request)
+    plan.check_search(request, cards, settings)
+    files = plan.output_files(request, out_file, spec_file, force, inputs=[cluster, *map(Path, words[:1])])
     with progress_bar("planning", hidden=as_json) as report:
-        result = plan.search_plans(request, plan.read_cards(cluster, request), settings, report)
+        result = plan.search_plans(request, cards, settings, report)
     content = plan.write_plan(request, result, files, words)
     if as_json:
         typer.echo(json.dumps(content))
@@ -387,10 +389,11 @@ def probe_command(
 
     Sends 4 to 16 MiB between every two machines, and writes a cluster file for plan, with proposed sites.
     """
-    from digenrl.commands.probe import probe_cluster, write_proposal
+    from digenrl.commands.probe import probe_cluster, read_address, write_proposal
 
+    settings = read_address(address)
     check_new_yaml(out_file, force)
-    probed = probe_cluster(address, lambda message: err.print(message, highlight=False))
+    probed = probe_cluster(settings, lambda message: err.print(message, highlight=False))
     write_proposal(probed, out_file)
     out.print(probed.summary(), highlight=False)
     out.print(

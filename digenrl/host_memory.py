@@ -24,6 +24,13 @@ def physical_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def total_host_bytes() -> int:
+    """All memory of the machine, or of the container if that is less."""
+    with suppress(OSError, ValueError):  # "max" if there is no limit
+        return min(physical_bytes(), int((CGROUP / "memory.max").read_text()))
+    return physical_bytes()
+
+
 def _machine_bytes() -> int | None:
     with suppress(OSError, ValueError, KeyError):
         lines = dict(line.split(":", 1) for line in MEMINFO.read_text().splitlines())

@@ -28,7 +28,7 @@ from digenrl.planning.facts.recipe_workload import (
     workload_of,
 )
 from digenrl.planning.facts.workload import WORKLOAD_KEYS, Workload, workload_for
-from digenrl.planning.planner import Progress, plan
+from digenrl.planning.planner import Progress, check_ranks, plan
 from digenrl.planning.results.plan_overlay import overlay, overlay_text
 from digenrl.planning.results.plan_tables import (
     cost_source,
@@ -117,6 +117,16 @@ def read_cards(path: Path, request: Recipe | Workload) -> Cluster:
     return cluster
 
 
+def check_search(request: Recipe | Workload, cluster: Cluster, options: PlanOptions) -> None:
+    """Raises ConfigError if the options do not suit the cluster or the recipe."""
+    free = [pool.name for pool in cluster.pools if not pool.usd_per_card_hour]
+    if options.objective == "cost" and free:
+        raise ConfigError(f"--objective cost: {free[0]} has no price; give it usd_per_hour in the cluster file")
+    check_ranks(cluster, options)
+    if isinstance(request, Recipe):
+        options_for(request, options)
+
+
 def search_plans(
     request: Recipe | Workload,
     cluster: Cluster,
@@ -125,11 +135,9 @@ def search_plans(
 ) -> PlanResult:
     """The best plans; plans of a recipe use only features that the runtime supports.
 
-    Raises ConfigError if costs are to be compared and a pool has no price.
+    Raises ConfigError if the options do not suit the cluster or the recipe.
     """
-    free = [pool.name for pool in cluster.pools if not pool.usd_per_card_hour]
-    if options.objective == "cost" and free:
-        raise ConfigError(f"--objective cost: {free[0]} has no price; give it usd_per_hour in the cluster file")
+    check_search(request, cluster, options)
     if isinstance(request, Workload):
         return plan(request, cluster, with_shared_training(request, options), progress)
     cluster = cluster.with_memory_limit(request.lanes.memory_gib)

@@ -33,9 +33,14 @@ class ProbedCluster:
         return f"{len(self.machines)} machines, links of {slowest:.3g} to {fastest:.3g} Gbit/s: {found}."
 
 
-def probe_cluster(address: str, notify: Callable[[str], None]) -> ProbedCluster:
+def read_address(address: str) -> ClusterSettings:
+    """The settings of the cluster at an address; raises ConfigError if it is none."""
+    return parse_model(ClusterSettings, {"address": address})
+
+
+def probe_cluster(settings: ClusterSettings, notify: Callable[[str], None]) -> ProbedCluster:
     """Joins the cluster and measures all its links."""
-    cluster = open_cluster(parse_model(ClusterSettings, {"address": address}))
+    cluster = open_cluster(settings)
     try:
         nodes = cluster.resources().nodes
         return ProbedCluster(tuple(_machine(node) for node in nodes), measure_links(nodes, notify))

@@ -148,10 +148,8 @@ def plan(
     Raises ConfigError if the model does not fit the cluster.
     """
     search = _Search(workload, options, progress)
-    several = len(cluster.pools) > 1
-    sizes = {pool: _first_sizes(pool, several, options.ranks) for pool in cluster.pools}
-    if not any(sizes.values()):
-        raise ConfigError(_too_many_ranks(cluster, options))
+    check_ranks(cluster, options)
+    sizes = _sizes_by_pool(cluster, options)
     tried: set[tuple[CardPool, int]] = set()
     budget = options.max_evaluations
     while True:
@@ -176,6 +174,17 @@ def plan(
     shared = best_shared_plan(workload, cluster, options)
     result = _result(search, every_size, shared, colocated_plan(workload, cluster, options))
     return replace(result, trainer_places=compare_places(workload, cluster, options))
+
+
+def check_ranks(cluster: Cluster, options: PlanOptions) -> None:
+    """Raises ConfigError if no pool has cards for the trainer."""
+    if not any(_sizes_by_pool(cluster, options).values()):
+        raise ConfigError(_too_many_ranks(cluster, options))
+
+
+def _sizes_by_pool(cluster: Cluster, options: PlanOptions) -> dict[CardPool, list[int]]:
+    several = len(cluster.pools) > 1
+    return {pool: _first_sizes(pool, several, options.ranks) for pool in cluster.pools}
 
 
 def _first_sizes(pool: CardPool, others_generate: bool, ranks: int | None) -> list[int]:

@@ -10,14 +10,14 @@ from ray_clusters import nodes_alone
 from typer.testing import CliRunner
 
 from digenrl.cli import app
-from digenrl.commands.probe import probe_cluster
+from digenrl.commands.probe import probe_cluster, read_address
 from digenrl.config.reading import ConfigError
 
 
 def test_links_are_measured_if_there_are_several_machines(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     with nodes_alone() as nodes:
-        alone = probe_cluster(nodes.address, pytest.fail)
+        alone = probe_cluster(read_address(nodes.address), pytest.fail)
         assert alone.links == {} and "one machine" in alone.summary()
         nodes.add()
         written = CliRunner().invoke(app, ["probe", "--out", str(path), "--address", nodes.address])

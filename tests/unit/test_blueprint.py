@@ -9,6 +9,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import read_recipe
 from digenrl.records import Slice
 from digenrl.worker.blueprint import load_model, load_text_encoders, read_blueprint
+from digenrl.worker.checks.memory import check_host_memory
 from digenrl.worker.checks.preflight import inspect_here
 from digenrl.worker.rollouts import plan, roll_out
 
@@ -116,3 +117,19 @@ def test_a_run_that_is_too_short_for_its_moving_average_starts_with_a_warning(up
     options = f"algorithm={{name: flow_grpo, options: {{updates_per_batch: {updates}}}}}"
     inspect_here(read_recipe("demo", ["steps=4", options, "training.ema={every_updates: 8}"]))
     assert ("every_updates: 8, but the run takes 4 optimizer updates" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gigabytes"),
+    [
+        (["mode=colocated"], "23.8"),
+        ([], "47.6"),  # each of two processes has its own random weights
+        (["mode=colocated", "model.base=nf4"], "6.3"),
+    ],
+)
+def test_a_model_whose_weights_exceed_the_memory_of_the_machine_is_refused(overrides, gigabytes):
+    recipe = read_recipe("flux_flow_grpo", ["model.source=random", *overrides], without_prompts=True)
+    with pytest.raises(ConfigError, match=rf"take {gigabytes} GB.* has 6.0 GB") as error:
+        check_host_memory(read_blueprint(recipe), 6_000_000_000)
+    assert error.value.where == "model.source"
+    check_host_memory(read_blueprint(recipe), 48_000_000_000)

@@ -119,6 +119,30 @@ def test_output_that_could_not_be_written_or_read_again_is_refused_before_any_wo
     assert re.match(words, str(error))
 
 
+@pytest.mark.parametrize(
+    ("command", "noun"),
+    [
+        ("plan demo --cluster absent.yaml", "absent.yaml"),
+        ("plan demo --cluster {cluster} --objective speed", "--objective"),
+        ("plan demo --cluster {cluster} --objective cost", "price"),
+        ("plan demo --cluster {cluster} --stale-share 2", "--stale-share"),
+        ("plan demo --cluster {cluster} --ranks 99", "--ranks"),
+        ("plan demo --cluster {cluster}", "plan.yaml: exists"),
+        ("probe --address nonsense", "nonsense"),
+        ("probe", "cluster.yaml: exists"),
+    ],
+)
+def test_a_file_that_exists_is_reported_after_mistakes_in_what_is_read(
+    command: str, noun: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Path("examples/cluster_measured.yaml").resolve()
+    monkeypatch.chdir(tmp_path)
+    for name in ("plan.yaml", "cluster.yaml"):
+        (tmp_path / name).write_text("mine")
+    error = CliRunner().invoke(app, command.format(cluster=cluster).split()).exception
+    assert isinstance(error, ConfigError) and noun in str(error)
+
+
 def test_the_ladder_has_the_search_budget_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = set()
 

@@ -83,7 +83,10 @@ def test_a_mistake_is_one_line_before_anything_is_loaded(
     assert "\n" not in str(caught.value)
 
 
-def test_a_recipe_with_an_image_for_every_prompt_is_accepted(folder: Path) -> None:
+def test_a_recipe_with_an_image_for_every_prompt_is_accepted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("digenrl.worker.checks.preflight.total_host_bytes", lambda: 10**12)
     for prompts in ("one", "two"):
         overrides = [f"prompts.path={folder / prompts}.jsonl", "model.source=random"]
         inspect_here(read_recipe("qwen_image_edit_one_gpu", overrides))

@@ -11,7 +11,7 @@ import torch
 
 from digenrl import host_memory
 from digenrl.exchange import folder
-from digenrl.host_memory import free_host_bytes, loading_in_turn, physical_bytes
+from digenrl.host_memory import free_host_bytes, loading_in_turn, physical_bytes, total_host_bytes
 from digenrl.training.packing import pack_size
 from digenrl.transports.processes import describe_exit
 
@@ -50,6 +50,16 @@ def test_the_lesser_of_machine_and_container(
     for name, content in container.items():
         (tmp_path / name).write_text(content)
     assert free_host_bytes() == expected
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("900000", 900_000), ("max", physical_bytes())])
+def test_all_memory_is_that_of_the_container_if_it_has_less(
+    limit: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "CGROUP", tmp_path)
+    assert total_host_bytes() == physical_bytes()
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    assert total_host_bytes() == expected
 
 
 @pytest.mark.parametrize(("free", "expected"), [(500, 250), (0, 0), (None, physical_bytes() // 2)])

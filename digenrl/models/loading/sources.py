@@ -29,6 +29,7 @@ from digenrl.models.loading.weight_files import (
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 HUB_FILE = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)/(?P<file>.+\.safetensors)")
 SINGLE_FILE = ".safetensors"
+RUN_NAME = "run.json"  # in a run's folder
 # Before the names of a transformer's tensors, in files that may also hold other components.
 PREFIXES = ("model.diffusion_model.", "model.model.", "diffusion_model.", "net.")
 QUANTIZED = ("quant_state", "absmax", "comfy_quant", "scaled_fp8", "scale_weight", "weight_scale", "qweight")
@@ -145,7 +146,10 @@ def fetch_index(source: ModelSource) -> tuple[dict[str, Any], Path]:
     else:
         path = pipeline.repository.cached(name) or pipeline.repository.fetch(name)
     if path is None or not path.is_file():
-        raise ConfigError(f"{_named(pipeline)}: not a diffusers pipeline directory: it has no {INDEX_NAME}")
+        hint = ""
+        if path is not None and path.with_name(RUN_NAME).is_file():
+            hint = f"; it is a run's folder: to get its model, digenrl export {path.parent} --to merged"
+        raise ConfigError(f"{_named(pipeline)}: not a diffusers pipeline directory: it has no {INDEX_NAME}{hint}")
     return pipeline_index(path.read_text(encoding="utf-8"), path), path.parent
 
 

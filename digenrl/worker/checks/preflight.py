@@ -18,6 +18,7 @@ from digenrl.config.rewards.table import (
     ServerSettings,
     judge_template,
 )
+from digenrl.host_memory import total_host_bytes
 from digenrl.worker.assignment import Machine
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
         )
         from digenrl.worker.checks.distilled import distilled_warnings
         from digenrl.worker.checks.experts import check_experts
+        from digenrl.worker.checks.memory import check_host_memory
         from digenrl.worker.checks.sharding import check_sharding
         from digenrl.worker.checks.sources import check_sources
     except ModuleNotFoundError as error:
@@ -110,8 +112,11 @@ def _checked(recipe: Recipe) -> tuple[list[str], int]:
     check_base(blueprint)
     check_sharding(blueprint)
     check_cards_per_sample(blueprint)
+    cuda_devices = torch.cuda.device_count()
+    if not cuda_devices and not recipe.topology.uses_ray:
+        check_host_memory(blueprint, total_host_bytes())
     updates = recipe.steps * blueprint.algorithm.updates_per_batch
-    return [*distilled_warnings(blueprint), *_average_warnings(recipe, updates)], torch.cuda.device_count()
+    return [*distilled_warnings(blueprint), *_average_warnings(recipe, updates)], cuda_devices
 
 
 def _average_warnings(recipe: Recipe, updates: int) -> list[str]:

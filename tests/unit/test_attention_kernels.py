@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_pipelines import tiny_model
 from torch import Tensor
 from torch._inductor import config as compiler
 
@@ -22,6 +23,7 @@ from digenrl.models.passes.attention_trial import main, try_kernels
 from digenrl.models.passes.determinism import WORKSPACE, use_deterministic_kernels
 from digenrl.models.passes.forward_record import AttentionCall, record_forward
 from digenrl.models.registry import FAMILIES
+from digenrl.records import Kernel
 from digenrl.testing.tiny_models import make_tiny_pipeline, tiny_size
 from digenrl.worker.blueprint import check_attention
 
@@ -171,7 +173,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> DiffusionModel:
 
 
 def forward(model: DiffusionModel, rows: Conditioning, *, rollout: bool) -> Tensor:
-    size = tiny_size("hunyuan_video")
+    size = tiny_size(model.family)
     noise_B = torch.randn(len(rows), *model.noise_shape(size), generator=torch.Generator().manual_seed(1))
     latents_BL = model.initial_latents(noise_B, size)
     velocity = model.rollout_velocity if rollout else model.velocity
@@ -207,6 +209,21 @@ def test_each_kind_of_pass_uses_its_own_kernel(model: DiffusionModel) -> None:
     assert "math" in used[0] and "math" in used[2] and "flash" in used[1]
     assert torch.allclose(forward(model, rows.rows(slice(1)), rollout=True), plain, atol=1e-5)
     model.use_attention({})
+
+
+@pytest.mark.parametrize("prompt", ["a red cat", 'a sign that says "hello"'])
+@pytest.mark.parametrize("kernel", ["flash", "math", "native"])
+def test_a_prompt_with_quoted_text_runs_unmasked_with_every_kernel_in_rollouts_and_replays(
+    kernel: Kernel, prompt: str
+) -> None:
+    model = tiny_model("hunyuan_video_1_5")
+    rows = model.compact(model.encode([prompt]).repeated(2))
+    expected = forward(model, rows, rollout=False)
+    model.use_attention(kernel)
+    rollout, replay = (forward(model, rows, rollout=rollout) for rollout in (True, False))
+    assert torch.equal(rollout, replay) and torch.allclose(replay, expected, atol=1e-5)
+    calls = record_forward(lambda: forward(model, rows, rollout=False)).attention
+    assert max(calls, key=lambda call: call.queries).mask is None
 
 
 def test_every_kernel_but_torchs_own_choice_is_a_candidate() -> None:

@@ -233,8 +233,8 @@ def test_texts_in_quotation_marks_reach_hunyuan_video_1_5_as_glyphs(
     prompts = ['a sign that says "hello"', "a sign that says hello", 'a cat with "A" and "B"']
     noise = torch.randn(3, *model.noise_shape(size), generator=torch.Generator().manual_seed(3))
     conditioning, time = model.encode(prompts), model.schedule(1, size).timesteps[0]
-    masks = conditioning.positive["encoder_attention_mask"]
-    assert masks is not None and [bool((mask == 2).any()) for mask in masks] == [True, False, True]
+    glyphs = conditioning.positive["glyphs"]
+    assert glyphs is not None and [bool(row.any()) for row in glyphs] == [True, False, True]
     ours = noise - model.velocity(noise, time.expand(3), conditioning, guidance, size)
     pipeline = plain_pipeline(model)
     model.prepare_pipeline(pipeline, guidance, size)

@@ -29,14 +29,15 @@ from digenrl.models.pipeline_model import TextLength, TwoBranchModel
 
 TEXT_LENGTH = TextLength("tokenizer", default=1000, most=1000)  # of Qwen2.5-VL, after the template
 GLYPH_TOKENS = 256  # of ByT5, for texts in quotation marks
+GLYPHS = "glyphs"  # in the text: True for a glyph, False for a word and for padding
 FIRST_FRAME, IMAGE_TOKENS = "first_frame", "image_embeds"  # in the conditioning, if there is a source image
 
 
 class HunyuanVideo15Model(TwoBranchModel, HunyuanModel):
     """L = (C, F, h, w), where one latent is a token of 16 x 16 pixels.
 
-    The text of a row is its glyphs and then its words, padded at the end. Its mask has 1 for a word, 2 for a glyph
-    and 0 for padding; the states of glyphs are padded to the width of words.
+    The text of a row is its glyphs and then its words, padded at the end; `glyphs` tells them apart. The states of
+    glyphs are padded to the width of words.
     """
 
     family = "hunyuan_video_1_5"
@@ -72,21 +73,15 @@ class HunyuanVideo15Model(TwoBranchModel, HunyuanModel):
         return [(arguments["encoder_hidden_states"], 1), *([] if mask is None else [(mask, 1)])]
 
     def compact(self, conditioning: Conditioning) -> Conditioning:
-        """As of all families, except that a mask with glyphs stays: it tells them from words."""
+        """As of all families, and without the places of glyphs if there are none."""
+
+        def side(text: Text) -> Text:
+            glyphs_BT1 = text.get(GLYPHS)
+            return text if glyphs_BT1 is None or bool(glyphs_BT1.any()) else {**text, GLYPHS: None}
+
         cut = super().compact(conditioning)
-
-        def side(own: Text, cut: Text) -> Text:
-            mask_BT, text_BTD = own[self.text_mask], cut["encoder_hidden_states"]
-            if mask_BT is None or text_BTD is None or cut[self.text_mask] is not None or not (mask_BT == 2).any():
-                return cut
-            return {**cut, self.text_mask: mask_BT[:, : text_BTD.shape[1]]}
-
-        negative, cut_negative = conditioning.negative, cut.negative
-        return replace(
-            cut,
-            positive=side(conditioning.positive, cut.positive),
-            negative=None if negative is None or cut_negative is None else side(negative, cut_negative),
-        )
+        negative = None if cut.negative is None else side(cut.negative)
+        return replace(cut, positive=side(cut.positive), negative=negative)
 
     def encode_side(self, prompts: list[str]) -> Text:
         device = self.text_device()
@@ -95,12 +90,14 @@ class HunyuanVideo15Model(TwoBranchModel, HunyuanModel):
             prompts, device=device, batch_size=len(prompts)
         )
         glyphs_BTD = pad(glyphs_BTD, (0, words_BTD.shape[2] - glyphs_BTD.shape[2]))
-        mask_BT = torch.cat([2 * glyph_mask_BT, word_mask_BT], dim=1)
+        mask_BT = torch.cat([glyph_mask_BT, word_mask_BT], dim=1)
         order_BT = (mask_BT == 0).int().argsort(dim=1, stable=True)  # padding last
         text_BTD = torch.cat([glyphs_BTD, words_BTD], dim=1)
+        is_glyph_BT = torch.cat([glyph_mask_BT > 0, torch.zeros_like(word_mask_BT, dtype=torch.bool)], dim=1)
         return {
             "encoder_hidden_states": text_BTD.gather(1, order_BT[..., None].expand_as(text_BTD)),
             self.text_mask: mask_BT.gather(1, order_BT),
+            GLYPHS: is_glyph_BT.gather(1, order_BT)[..., None],
         }
 
     def branch(

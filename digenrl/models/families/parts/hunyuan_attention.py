@@ -17,8 +17,6 @@ from torch.nn.functional import pad
 
 from digenrl.models.passes.attention import AttentionProcessor
 
-WORD, GLYPH = 1, 2  # in the mask of a text
-
 
 def video_forward(
     transformer: Any,
@@ -26,15 +24,18 @@ def video_forward(
     timestep: Tensor,
     encoder_hidden_states: Tensor,
     encoder_attention_mask: Tensor | None = None,
+    glyphs: Tensor | None = None,
     image_embeds: Tensor | None = None,
 ) -> tuple[Tensor]:
-    """The velocity; the mask is None if all texts are words. Replaces the transformer's own forward.
+    """The velocity; the mask is None if no text is padded. Replaces the transformer's own forward.
 
-    `image_embeds` are the tokens of a source image, as many in every row.
+    `glyphs`, (B, T, 1), is True for a glyph, and None if all tokens are words. `image_embeds` are the tokens of a
+    source image, as many in every row.
     """
     rotary, time_BD = transformer.rope(hidden_states), transformer.time_embed(timestep)
-    text_BTD = embedded_text(transformer, timestep, encoder_hidden_states, encoder_attention_mask)
     mask_BT = None if encoder_attention_mask is None else encoder_attention_mask > 0
+    glyphs_BT = None if glyphs is None else glyphs[..., 0] > 0
+    text_BTD = embedded_text(transformer, timestep, encoder_hidden_states, mask_BT, glyphs_BT)
     if image_embeds is not None:
         image_BTD = transformer.image_embedder(image_embeds) + transformer.cond_type_embed.weight[2]
         text_BTD = torch.cat([image_BTD, text_BTD], dim=1)
@@ -50,16 +51,20 @@ def video_forward(
     return (output_BSC.transpose(1, 2).unflatten(2, (frames, height, width)),)
 
 
-def embedded_text(transformer: Any, timestep: Tensor, text_BTD: Tensor, mask_BT: Tensor | None) -> Tensor:
+def embedded_text(
+    transformer: Any, timestep: Tensor, text_BTD: Tensor, mask_BT: Tensor | None, glyphs_BT: Tensor | None
+) -> Tensor:
     """The tokens of words and glyphs, each through its own layers."""
     word_type, glyph_type = transformer.cond_type_embed.weight[0], transformer.cond_type_embed.weight[1]
-    if mask_BT is None:
-        all_words_BTD: Tensor = transformer.context_embedder(text_BTD, timestep, None) + word_type
-        return all_words_BTD
-    words_BTD = transformer.context_embedder(text_BTD, timestep, mask_BT == WORD) + word_type
+    is_word_BT = mask_BT
+    if glyphs_BT is not None:
+        is_word_BT = ~glyphs_BT if mask_BT is None else mask_BT & ~glyphs_BT
+    words_BTD: Tensor = transformer.context_embedder(text_BTD, timestep, is_word_BT) + word_type
+    if glyphs_BT is None:
+        return words_BTD
     width = transformer.context_embedder_2.norm.normalized_shape[0]
     glyphs_BTD = transformer.context_embedder_2(text_BTD[..., :width]) + glyph_type
-    return torch.where((mask_BT == GLYPH)[..., None], glyphs_BTD, words_BTD)
+    return torch.where(glyphs_BT[..., None], glyphs_BTD, words_BTD)
 
 
 class VideoThenText(AttentionProcessor):

@@ -53,9 +53,7 @@ def try_attention(
         # Two prompts of different length, as in a batch of held-out prompts.
         rows = Conditioning.joined([model.shortened_prompt(row), row])
         held_out = _recorded(blueprint, model, rows, blueprint.held_out_size, blueprint.held_out_guidance)
-        masked = tuple(call for call in held_out.attention if call.mask is not None)
-        if masked:
-            calls["masked"] = masked
+        calls["masked"] = tuple(call for call in held_out.attention if call.mask is not None)
     torch.cuda.empty_cache()  # the trial is another process
     return try_kernels(calls, model.device)
 

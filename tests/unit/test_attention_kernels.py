@@ -96,6 +96,13 @@ def test_kernels_that_this_device_has_agree_with_the_reference_and_the_others_ar
     assert all(seconds > 0 for times in tried.values() for seconds in times.values())
 
 
+def test_a_kind_of_pass_without_calls_is_left_out_and_gets_torchs_own_choice() -> None:
+    """As of a row whose attention is all masked, which flash cannot compute."""
+    tried = try_kernels({"rollout": [], "replay": [], "masked": [MASKED]}, CPU)
+    assert tried.keys() == {"masked"}
+    assert choose_kernels([tried], same=True) == {"rollout": "native", "replay": "native", "masked": "math"}
+
+
 STUB = """
 import os, sys
 for trial in sys.argv[3:]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from diffusers import UniPCMultistepScheduler
+from diffusers import HunyuanVideo15Transformer3DModel, UniPCMultistepScheduler
+from tiny_pipelines import tiny_model
 from tiny_wan_models import tiny_wan_2_2
 from torch import Tensor
 
 from digenrl.commands.support.model_probe import plain_pipeline
 from digenrl.config.reading import ConfigError
 from digenrl.models.contract import Conditioning, SampleSize
+from digenrl.models.passes.attention import AttentionCalls
 from digenrl.models.pipeline_model import EulerSteps, PipelineModel
 from digenrl.models.registry import find_family
 from digenrl.testing.tiny_models import make_tiny_pipeline, seeded_weights, tiny_size
@@ -245,6 +248,45 @@ def test_texts_in_quotation_marks_reach_hunyuan_video_1_5_as_glyphs(
         alone = conditioning.rows(slice(row, row + 1))
         velocity = model.velocity(noise[row : row + 1], time.expand(1), alone, guidance, size)
         torch.testing.assert_close(noise[row] - velocity[0], ours[row], atol=1e-5, rtol=0)
+
+
+class NothingSeenIsNaN(AttentionCalls):
+    """Attention as some kernels compute it: NaN for queries that see no key."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *further: Any, **named: Any) -> Tensor:
+        output = super().attend(query, key, value, *further, **named)
+        mask = named.get("attn_mask")
+        return output if mask is None else torch.where(mask.any(dim=-1, keepdim=True), output, torch.nan)
+
+
+def test_words_glyphs_and_padding_of_hunyuan_video_1_5_give_velocity_and_gradients_of_diffusers() -> None:
+    model, size = tiny_model("hunyuan_video_1_5"), SampleSize(32, 48, frames=5)
+    assert isinstance(model.transformer, HunyuanVideo15Transformer3DModel)
+    prompts = ['a sign that says "hello"', "a sign", 'two cats, and a dog with "A" and "B"']
+    noise = torch.randn(3, *model.noise_shape(size), generator=torch.Generator().manual_seed(3))
+    times = torch.tensor([900.0, 500.0, 100.0])
+    pipeline = plain_pipeline(model)
+    words, word_mask, glyphs, glyph_mask = pipeline.encode_prompt(prompts, device=model.device, batch_size=3)
+    theirs = pipeline.transformer(
+        hidden_states=torch.cat([noise, torch.zeros_like(noise), torch.zeros_like(noise[:, :1])], dim=1),
+        timestep=times,
+        encoder_hidden_states=words,
+        encoder_attention_mask=word_mask,
+        encoder_hidden_states_2=glyphs,
+        encoder_attention_mask_2=glyph_mask,
+        image_embeds=torch.zeros(3, 4, model.transformer.config["image_embed_dim"]),
+        return_dict=False,
+    )[0]
+    theirs.square().mean().backward()
+    with NothingSeenIsNaN():
+        ours = model.velocity(noise, times, model.compact(model.encode(prompts)), 1.0, size)
+    ours.square().mean().backward()
+    torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=0)
+    expected = dict(pipeline.transformer.named_parameters())
+    for name, parameter in model.transformer.named_parameters():
+        if "image_embedder" not in name and parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-5, rtol=1e-4, msg=name)
+    assert model.transformer.get_parameter("context_embedder.proj_in.weight").grad is not None
 
 
 def test_a_distilled_hunyuan_video_1_5_that_takes_two_timesteps_is_refused() -> None:

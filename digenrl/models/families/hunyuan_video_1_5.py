@@ -23,7 +23,7 @@ from digenrl.models.contract import Conditioning, SampleSize, Text
 from digenrl.models.families.parts.comfyui_layers import HUNYUAN_VIDEO_1_5_LAYERS
 from digenrl.models.families.parts.helpers import text_like
 from digenrl.models.families.parts.hunyuan import HunyuanModel
-from digenrl.models.families.parts.hunyuan_attention import VideoThenText, video_forward
+from digenrl.models.families.parts.hunyuan_attention import VideoThenText, refine_words, video_forward
 from digenrl.models.family import Component, Distilled, Family, FullSize
 from digenrl.models.pipeline_model import TextLength, TwoBranchModel
 
@@ -57,6 +57,8 @@ class HunyuanVideo15Model(TwoBranchModel, HunyuanModel):
                     "depends on two timesteps; use a model that is not step-distilled"
                 )
             self.transformer.forward = MethodType(video_forward, self.transformer)
+            refiner = self.pipeline.transformer.context_embedder.token_refiner
+            refiner.forward = MethodType(refine_words, refiner)
             for block in repeated_blocks(self.transformer):
                 block.attn.set_processor(VideoThenText())  # type: ignore[union-attr,operator]
 

@@ -54,17 +54,31 @@ def video_forward(
 def embedded_text(
     transformer: Any, timestep: Tensor, text_BTD: Tensor, mask_BT: Tensor | None, glyphs_BT: Tensor | None
 ) -> Tensor:
-    """The tokens of words and glyphs, each through its own layers."""
+    """The tokens of words and glyphs, each through its own layers; padding is 0."""
     word_type, glyph_type = transformer.cond_type_embed.weight[0], transformer.cond_type_embed.weight[1]
     is_word_BT = mask_BT
     if glyphs_BT is not None:
         is_word_BT = ~glyphs_BT if mask_BT is None else mask_BT & ~glyphs_BT
-    words_BTD: Tensor = transformer.context_embedder(text_BTD, timestep, is_word_BT) + word_type
-    if glyphs_BT is None:
-        return words_BTD
-    width = transformer.context_embedder_2.norm.normalized_shape[0]
-    glyphs_BTD = transformer.context_embedder_2(text_BTD[..., :width]) + glyph_type
-    return torch.where(glyphs_BT[..., None], glyphs_BTD, words_BTD)
+    embedded_BTD: Tensor = transformer.context_embedder(text_BTD, timestep, is_word_BT) + word_type
+    if glyphs_BT is not None:
+        width = transformer.context_embedder_2.norm.normalized_shape[0]
+        glyphs_BTD = transformer.context_embedder_2(text_BTD[..., :width]) + glyph_type
+        embedded_BTD = torch.where(glyphs_BT[..., None], glyphs_BTD, embedded_BTD)
+    return embedded_BTD if mask_BT is None else embedded_BTD.masked_fill(~mask_BT[..., None], 0)
+
+
+def refine_words(
+    refiner: Any, hidden_states: Tensor, temb: Tensor, attention_mask: Tensor | None = None
+) -> Tensor:
+    """All tokens attend to the words. Replaces the forward of the text's refiner.
+
+    With diffusers' own, tokens that are not words attend to nothing. Some kernels return NaN for them, which
+    reaches gradients although these states are not used.
+    """
+    mask_B11T = None if attention_mask is None else attention_mask.bool()[:, None, None, :]
+    for block in refiner.refiner_blocks:
+        hidden_states = block(hidden_states, temb, mask_B11T)
+    return hidden_states
 
 
 class VideoThenText(AttentionProcessor):

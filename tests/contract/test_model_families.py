@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from rounding import assert_same
 from source_pictures import encoded, pictures_for
 from tiny_pipelines import shared_tiny_model, tiny_folder, tiny_model, with_own_transformer
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.files import read_recipe
@@ -90,9 +91,13 @@ def rounded_model(family: Family, directory: Path) -> DiffusionModel:
 
 @pytest.fixture(scope="module")
 def pipeline(family: Family, directory: Path, shared_model: PipelineModel) -> Any:
+    return diffusers_pipeline(family, directory, shared_model, torch.float32)
+
+
+def diffusers_pipeline(family: Family, directory: Path, shared_model: PipelineModel, dtype: torch.dtype) -> Any:
     """As diffusers loads it."""
     ours = dict.fromkeys(shared_model.unused_components)
-    pipeline = family.pipeline_class.from_pretrained(directory, **ours)
+    pipeline = family.pipeline_class.from_pretrained(directory, torch_dtype=dtype, **ours)
     vars(pipeline).update(shared_model.own_components())
     pipeline.set_progress_bar_config(disable=True)
     pipeline.scheduler = shared_model.pipeline_scheduler()
@@ -161,12 +166,18 @@ def our_latents(model: PipelineModel, family: Family, guidance: float, steps: in
 
 
 def call_pipeline(
-    pipeline: Any, family: Family, model: PipelineModel, guidance: float, output_type: str, steps: int = STEPS
+    pipeline: Any,
+    family: Family,
+    model: PipelineModel,
+    guidance: float,
+    output_type: str,
+    steps: int = STEPS,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The output of the family's diffusers pipeline from the same noise. Edits are made one by one."""
     size = oblong(family)
     model.prepare_pipeline(pipeline, guidance, size)
-    latents = model.initial_latents(noise_of(model, size), size)
+    latents = model.initial_latents(noise_of(model, size), size).to(dtype)
     frames = {"num_frames": size.frames} if family.kind == "video" else {}
     sources = pictures_for(model, PROMPTS)
     answers: list[Tensor] = []
@@ -241,6 +252,32 @@ def test_the_fewest_steps_without_guidance_equal_the_diffusers_pipeline(
     family: Family, pipeline: Any, shared_model: PipelineModel
 ) -> None:
     assert_latents_equal(family, pipeline, shared_model, 1.0, fewest_steps(pipeline))
+
+
+@contextmanager
+def embedded_values() -> Iterator[set[float]]:
+    """The values that are embedded as sinusoids inside: timesteps and guidance."""
+    found: set[float] = set()
+
+    def note(module: torch.nn.Module, given: tuple[Tensor, ...]) -> None:
+        if type(module).__name__ in ("Timesteps", "TimestepEmbedder"):
+            found.update(given[0].flatten().tolist())
+
+    handle = register_module_forward_pre_hook(note)
+    yield found
+    handle.remove()
+
+
+def test_in_bf16_timesteps_and_guidance_are_rounded_as_in_the_diffusers_pipeline(
+    family: Family, directory: Path
+) -> None:
+    model = shared_tiny_model(family.name, torch.bfloat16)
+    pipeline = diffusers_pipeline(family, directory, model, torch.bfloat16)
+    with embedded_values() as theirs:
+        call_pipeline(pipeline, family, model, guidance_of(family), "latent", dtype=torch.bfloat16)
+    with embedded_values() as ours:
+        our_latents(model, family, guidance_of(family))
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("family", ONE_PER_SCHEDULE, indirect=True)

@@ -104,7 +104,7 @@ class HunyuanVideoModel(HunyuanModel):
         guidance_B = latents_BL.new_full([len(latents_BL)], guidance) * 1000
         velocity_BL: Tensor = self.transformer(
             hidden_states=latents_BL,
-            timestep=timesteps_B.to(latents_BL.device),
+            timestep=timesteps_B.to(latents_BL),
             guidance=guidance_B,
             return_dict=False,
             **text,

@@ -124,7 +124,7 @@ class QwenImageModel(TwoBranchModel):
         assert text_BTD is not None, "the transformer's text is never optional"
         velocity_BL: Tensor = self.transformer(
             hidden_states=tokens_BL.to(self.dtype),
-            timestep=timesteps_B.to(latents_BL.device) / 1000,
+            timestep=timesteps_B.to(latents_BL.device, self.dtype) / 1000,
             encoder_hidden_states=text_BTD.to(self.dtype),
             encoder_hidden_states_mask=mask_BT,
             img_shapes=[shapes] * len(latents_BL),

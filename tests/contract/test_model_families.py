@@ -97,7 +97,7 @@ def pipeline(family: Family, directory: Path, shared_model: PipelineModel) -> An
 def diffusers_pipeline(family: Family, directory: Path, shared_model: PipelineModel, dtype: torch.dtype) -> Any:
     """As diffusers loads it."""
     ours = dict.fromkeys(shared_model.unused_components)
-    pipeline = family.pipeline_class.from_pretrained(directory, torch_dtype=dtype, **ours)
+    pipeline = family.pipeline_class.from_pretrained(directory, dtype=dtype, **ours)
     vars(pipeline).update(shared_model.own_components())
     pipeline.set_progress_bar_config(disable=True)
     pipeline.scheduler = shared_model.pipeline_scheduler()
@@ -278,6 +278,30 @@ def test_in_bf16_timesteps_and_guidance_are_rounded_as_in_the_diffusers_pipeline
     with embedded_values() as ours:
         our_latents(model, family, guidance_of(family))
     assert ours == theirs
+
+
+@torch.no_grad()
+def test_in_bf16_branches_are_combined_in_the_precision_of_the_diffusers_pipeline(
+    family: Family, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, guidance, size = shared_tiny_model(family.name, torch.bfloat16), guidance_of(family), oblong(family)
+    pipeline, rounded = diffusers_pipeline(family, directory, model, torch.bfloat16), set()
+    kind, step = type(pipeline.scheduler), type(pipeline.scheduler).step
+
+    def watched(scheduler: Any, predicted: Tensor, *arguments: Any, **named: Any) -> Any:
+        rounded.add(predicted.dtype == torch.bfloat16)
+        return step(scheduler, predicted, *arguments, **named)
+
+    monkeypatch.setattr(kind, "step", watched)
+    call_pipeline(pipeline, family, model, guidance, "latent", dtype=torch.bfloat16)
+    row, schedule = batches(family)[0], model.schedule(STEPS, size)
+    latents = (model.initial_latents(noise_of(model, size), size) * schedule.noise_scale)[row]
+    times, conditioning = schedule.timesteps[1].expand(len(latents)), conditioning_of(family.name, size, *PROMPTS)
+    velocity = model.velocity(latents, times, conditioning.rows(row), guidance, size)
+    # A UNet predicts noise.
+    predicted = velocity if family.denoiser == "transformer" else latents + (1 - schedule.sigmas[1]) * velocity
+    error = (predicted - predicted.bfloat16()).abs()
+    assert {bool((error <= 1e-4 * predicted.abs()).all())} == rounded
 
 
 @pytest.mark.parametrize("family", ONE_PER_SCHEDULE, indirect=True)

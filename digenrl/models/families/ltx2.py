@@ -28,7 +28,7 @@ from digenrl.models.families.parts.helpers import (
     text_like,
 )
 from digenrl.models.family import Component, Family, FullSize
-from digenrl.models.pipeline_model import TwoBranchModel
+from digenrl.models.pipeline_model import TwoBranchModel, at_least_fp32
 
 TEXT_TOKENS = 1024  # the pipeline's default; learned tokens take the place of padding
 FRAME_RATE = 24.0  # frames per second, the pipeline's default
@@ -124,7 +124,7 @@ class LTX2Model(TwoBranchModel):
     def branch(
         self, latents_BL: Tensor, timesteps_B: Tensor, text: Text, images: Mapping[str, Tensor], size: SampleSize
     ) -> Tensor:
-        """Of both tracks, which get the same guidance."""
+        """Of both tracks, which get the same guidance, in fp32: the pipeline combines its branches so."""
         rows, latents_BL, tokens = len(latents_BL), latents_BL.to(self.dtype), self._video_tokens(size)
         times_B = timesteps_B.to(latents_BL.device)
         video_positions, audio_positions = self._positions_of(size, latents_BL.device)
@@ -139,7 +139,7 @@ class LTX2Model(TwoBranchModel):
             return_dict=False,
             **text_like(text, latents_BL),
         )
-        return torch.cat([video_BSC, audio_BAC], dim=1)
+        return at_least_fp32(torch.cat([video_BSC, audio_BAC], dim=1))
 
     def _positions_of(self, size: SampleSize, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where and when the tokens of both tracks are; kept, since they are made on the host."""

@@ -110,7 +110,9 @@ class UNetModel(PipelineModel):
         a_B, b_B = self._signal_and_noise(timesteps_B, latents_BL)
         scaled_BL = latents_BL * (a_B + b_B)
         forward = partial(self._forward, size=size)
-        output_BL = guided_together(forward, scaled_BL.to(self.dtype), timesteps_B, conditioning, guidance)
+        output_BL = at_least_fp32(
+            guided_together(forward, scaled_BL.to(self.dtype), timesteps_B, conditioning, guidance)
+        )
         if self._predicts == "v_prediction":  # v = a noise - b x0; a may be 0
             noise_BL, data_BL = a_B * output_BL + b_B * scaled_BL, a_B * scaled_BL - b_B * output_BL
         else:
@@ -130,7 +132,7 @@ class UNetModel(PipelineModel):
     def _forward(self, scaled_BL: Tensor, timesteps_B: Tensor, text: Text, size: SampleSize) -> Tensor:
         arguments = self.unet_arguments(text_like(text, scaled_BL), size)
         output: Tensor = self.transformer(scaled_BL, timesteps_B, return_dict=False, **arguments)[0]
-        return at_least_fp32(output)
+        return output
 
     def unet_arguments(self, text: dict[str, Tensor | None], size: SampleSize) -> dict[str, Any]:
         """The UNet's arguments besides latents and timesteps."""

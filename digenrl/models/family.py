@@ -18,6 +18,7 @@ from torch import nn
 
 from digenrl.config.reading import ConfigError, nearest
 from digenrl.config.recipes.base_precision import UNQUANTIZED
+from digenrl.config.recipes.recipe import Recipe
 from digenrl.models.contract import Conditioning, SampleSize
 from digenrl.models.experts import Experts, parts_of
 from digenrl.models.loading.pipelines import (
@@ -100,6 +101,7 @@ class Distilled:
     name: str
     steps: int | None  # with which it was published; None if it takes as many as before
     guidance: float | None = None  # likewise; None if the transformer takes none
+    text_tokens: int | None = None  # the length of its text, if it is not the family's default
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +137,16 @@ class Family:
         from_text: Task = "text_to_video" if is_video else "text_to_image"
         from_images: Task = "image_to_video" if is_video else "image_edit"
         return (*((from_text,) if self.sources.least == 0 else ()), *((from_images,) if self.sources.most else ()))
+
+    def distilled_as(self, source: str) -> Distilled | None:
+        """The distilled model that a recipe's source names."""
+        return next((each for each in self.distilled if each.name.lower() in source.lower()), None)
+
+    def text_tokens_of(self, recipe: Recipe) -> int | None:
+        """The length of the text, as set or as published for a distilled model; None for the family's default."""
+        distilled = self.distilled_as(recipe.model.source)
+        published = None if distilled is None else distilled.text_tokens
+        return published if recipe.model.text_tokens is None else recipe.model.text_tokens
 
     @property
     def denoiser(self) -> str:

@@ -76,6 +76,11 @@ class Blueprint:
         return batch_shape(self.recipe)
 
     @property
+    def text_tokens(self) -> int | None:
+        """The length of the text, as `Family.text_tokens_of`."""
+        return self.family.text_tokens_of(self.recipe)
+
+    @property
     def same_initial_noise(self) -> bool:
         """Whether all samples of a group start from the same noise: the recipe's choice, or the algorithm's."""
         chosen = self.recipe.sample.same_initial_noise
@@ -354,7 +359,7 @@ def check_attention(recipe: Recipe, device: str) -> None:
 
 def _load_whole(blueprint: Blueprint, device: str, base: BaseWeights) -> DiffusionModel:
     recipe, family = blueprint.recipe, blueprint.family
-    vae_dtype, text_tokens = vae_dtype_of(recipe), recipe.model.text_tokens
+    vae_dtype, text_tokens = vae_dtype_of(recipe), blueprint.text_tokens
     if recipe.model.random:
         return family.build_full(
             dtype_of(recipe),
@@ -391,7 +396,7 @@ def _load_sharded(blueprint: Blueprint, ranks: RankGroup) -> DiffusionModel:
             ranks,
             dtype_of(recipe),
             vae_dtype=vae_dtype_of(recipe),
-            text_tokens=recipe.model.text_tokens,
+            text_tokens=blueprint.text_tokens,
         )
 
 
@@ -416,7 +421,7 @@ def _load_stage(blueprint: Blueprint, ranks: RankGroup, base: BaseWeights) -> Di
             dtype_of(recipe),
             ranks.device,
             vae_dtype=vae_dtype_of(recipe),
-            text_tokens=recipe.model.text_tokens,
+            text_tokens=blueprint.text_tokens,
             add_adapters=lambda model: _add_adapters(recipe, model, ranks.device),
         )
 
@@ -525,14 +530,14 @@ def load_whole_model(blueprint: Blueprint, device: str) -> PipelineModel:
             dtype_of(recipe),
             device,
             vae_dtype=vae_dtype_of(recipe),
-            text_tokens=recipe.model.text_tokens,
+            text_tokens=blueprint.text_tokens,
         )
 
 
 def load_text_encoders(blueprint: Blueprint, device: str, shares_device: bool = False) -> TextEncoder:
     """The recipe's text encoders. On a GPU shared with training they are offloaded between calls."""
     recipe, family = blueprint.recipe, blueprint.family
-    tokens = recipe.model.text_tokens
+    tokens = blueprint.text_tokens
     if recipe.model.random:
         return RandomTextEncoder(family, dtype_of(recipe), recipe.model.random_size, tokens)
     offloaded = shares_device and device.startswith("cuda")

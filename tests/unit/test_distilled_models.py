@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import shutil
+from pathlib import Path
 
+import pytest
+from tiny_pipelines import tiny_folder
+
+from digenrl.commands.support.derived_facts import derive_facts
 from digenrl.config.recipes.files import read_recipe
-from digenrl.worker.blueprint import read_blueprint
+from digenrl.worker.blueprint import load_text_encoders, load_whole_model, read_blueprint
 from digenrl.worker.checks.distilled import distilled_warnings
 
 
@@ -58,3 +64,20 @@ GENTLE = ("model.guidance=1", "sample.noise.level=0.3", "sample.window={kind: fa
 )
 def test_a_warning_names_the_key(recipe: str, overrides: tuple[str, ...], expected: set[str]) -> None:
     assert warned_keys(recipe, *overrides) == expected
+
+
+def test_the_text_of_a_distilled_model_has_its_published_length_unless_the_recipe_sets_one(tmp_path: Path) -> None:
+    """FLUX.1-schnell takes 256 tokens, FLUX.1-dev 512; neither masks padding."""
+    folder = shutil.copytree(tiny_folder("flux"), tmp_path / "FLUX.1-schnell")
+    settings = folder / "tokenizer_2" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "model_max_length": 512}))
+    schnell = read_recipe("flux_flow_grpo", [f"model.source={folder}"])
+    for chosen, length in ((None, 256), (300, 300)):
+        recipe = schnell.model_copy(update={"model": schnell.model.model_copy(update={"text_tokens": chosen})})
+        blueprint = read_blueprint(recipe)
+        text = load_text_encoders(blueprint, "cpu").encode(["a cat"]).positive["encoder_hidden_states"]
+        assert text is not None and text.shape[1] == length
+        assert load_whole_model(blueprint, "cpu").pipeline_arguments(3.5)["max_sequence_length"] == length
+        assert derive_facts(recipe).text_tokens == length
+    dev = [f"model.source={tiny_folder('flux')}", "model.text_tokens=null"]
+    assert read_blueprint(read_recipe("flux_flow_grpo", dev)).text_tokens is None

@@ -33,16 +33,16 @@ def derive_facts(recipe: Recipe, folder: Path | None = None) -> ModelFacts:
     family's sizes by name; the family's first size is the default.
     """
     family, sample = find_family(recipe.model.family), recipe.sample
+    text_tokens = family.text_tokens_of(recipe)
     size = SampleSize(sample.height, sample.width, sample.frames)
     name, folder = model_name(recipe), folder or _pipeline_folder(source_of(recipe))
     targets = None if recipe.training.lora is None else recipe.training.lora.targets
     if (folder / family.denoiser / "config.json").is_file():
-        return facts_of(family, name, *local_model(family, folder, recipe.model.text_tokens), size, targets)
+        return facts_of(family, name, *local_model(family, folder, text_tokens), size, targets)
     published = recipe.model.random_size if recipe.model.random else _size_in(name, family)
     if published is None:
         published = next(iter(family.sizes))
         name = f"{name} (as {family.name} {published})"
-    text_tokens = recipe.model.text_tokens
     model = family.build_full(torch.bfloat16, "meta", published, text_tokens=text_tokens)
     return facts_of(family, name, model, family.text_shapes(published, text_tokens), size, targets)
 

@@ -144,5 +144,5 @@ FLUX = Family(
     vae=image_vae(scaling_factor=0.3611, shift_factor=0.1159),
     scheduler=SCHEDULER,
     uses_negative_prompts=False,
-    distilled=(Distilled("FLUX.1-schnell", steps=4),),
+    distilled=(Distilled("FLUX.1-schnell", steps=4, text_tokens=256),),
 )

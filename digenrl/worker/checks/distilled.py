@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from digenrl.models.family import Distilled
 from digenrl.worker.blueprint import Blueprint
 
 LARGEST_LEVEL = 0.5  # of the noise; reports of destroyed samples begin at 0.7
 
 
-def distilled_model(blueprint: Blueprint) -> Distilled | None:
-    """The distilled model that the recipe trains, if the name of its source is one's."""
-    source = blueprint.recipe.model.source.lower()
-    found = (each for each in blueprint.family.distilled if each.name.lower() in source)
-    return next(found, None)
-
-
 def distilled_warnings(blueprint: Blueprint) -> list[str]:
     """One line for each setting of the recipe that does not suit a distilled model."""
-    model = distilled_model(blueprint)
+    model = blueprint.family.distilled_as(blueprint.recipe.model.source)
     if model is None:
         return []
     how = [

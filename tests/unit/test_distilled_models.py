@@ -32,6 +32,8 @@ GENTLE = ("model.guidance=1", "sample.noise.level=0.3", "sample.window={kind: fa
         ("z_image_flow_grpo", (), set()),  # not distilled
         ("z_image_flow_grpo", (TURBO,), {"model.guidance", "sample.noise.level"}),
         ("z_image_flow_grpo", (TURBO, *GENTLE), set()),
+        ("z_image_flow_grpo", (TURBO, *GENTLE, "sample.denoising_steps=16"), set()),
+        ("z_image_flow_grpo", (TURBO, *GENTLE, "sample.denoising_steps=17"), {"sample.denoising_steps"}),
         ("flux2_klein_dance_grpo", (KLEIN, *GENTLE, "sample.denoising_steps=4"), set()),
         ("flux2_klein_dance_grpo", (KLEIN, *GENTLE, "sample.denoising_steps=9"), {"sample.denoising_steps"}),
         (
@@ -55,7 +57,7 @@ GENTLE = ("model.guidance=1", "sample.noise.level=0.3", "sample.window={kind: fa
                 "model.family=z_image",
                 TURBO,
                 "model.guidance=1",
-                "sample.denoising_steps=9",
+                "sample.denoising_steps=8",
                 "model.text_tokens=null",
             ),
             {"algorithm.name"},

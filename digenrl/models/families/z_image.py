@@ -174,5 +174,5 @@ Z_IMAGE = Family(
     vae=image_vae(scaling_factor=0.3611, shift_factor=0.1159),
     scheduler=SCHEDULER,
     uses_negative_prompts=True,
-    distilled=(Distilled("Z-Image-Turbo", steps=9, guidance=1.0),),
+    distilled=(Distilled("Z-Image-Turbo", steps=8, guidance=1.0),),
 )

@@ -560,7 +560,8 @@ def test_full_sizes_have_the_published_number_of_parameters_and_lack_only_text_e
     assert model.vae.dtype == torch.float32
     assert model.family == family.name and model.schedule(4, tiny_size(family.name)).steps == 4
     assert model.noise_shape(tiny_size(family.name)) == shared_model.noise_shape(tiny_size(family.name))
-    assert len(conditioning) == 2 and conditioning.positive.keys() == real.positive.keys()
+    assert len(conditioning) == 2
+    assert conditioning.positive.keys() == real.positive.keys() - {"glyphs"}  # random texts have none
     assert (conditioning.negative is None) == (real.negative is None)
     with pytest.raises(RuntimeError, match="text encoders"):
         model.encode(PROMPTS)

@@ -26,7 +26,7 @@ from digenrl.config.limits import SIMULATED_SEARCH_BUDGET
 from digenrl.config.reading import ConfigError
 from digenrl.config.token_variables import REWARD_TOKEN
 from digenrl.runs.stopping import RunFailedError
-from digenrl.telemetry.writing import NO_SPACE, check_new_yaml, write_atomically
+from digenrl.telemetry.writing import NO_SPACE, check_is_no_input, check_new_yaml, write_atomically
 
 app = typer.Typer(
     name="digenrl",
@@ -39,6 +39,7 @@ app = typer.Typer(
 reward_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Serve rewards to training runs.")
 app.add_typer(reward_app, name="reward")
 PROFILE = Path("profile.yaml")
+CHECK_PICTURE = Path("check.png")
 CLUSTER = Path("cluster.yaml")
 PROBE = 'A cat walks on the grass, next to a sign that says "Café №7"'
 INTERRUPTED = 130  # the exit code of a run that saved and stopped, as of any program ended by Ctrl-C
@@ -61,6 +62,7 @@ def simulate_command(
     as_json: options.AsJson = False,
     trace: options.TraceFile = None,
     gantt: options.GanttFile = None,
+    force: options.Force = False,
     ladder: options.Ladder = False,
     unpacked: options.Unpacked = None,
     budget: options.SearchBudget = SIMULATED_SEARCH_BUDGET,
@@ -88,14 +90,13 @@ def simulate_command(
     if first_seed or faults is not None or large or only is not None:
         raise ConfigError("--first-seed, --faults, --large, --only: only --chaos uses them; add --chaos SEEDS")
     from digenrl.commands.simulate import TraceFiles, compare_techniques, predict_device, simulate_spec
+    from digenrl.config.spec import files_of_spec, read_spec
 
     files = TraceFiles(trace, gantt)
-    files.check(ladder, [path for path in (spec_file, profile and Path(profile)) if path])
+    files.check(ladder, files_of_spec(spec_file, profile), force)
     if unpacked is not None and not ladder:
         raise ConfigError("--unpacked: only --ladder uses it; add --ladder or leave it out")
     if spec_file is not None:
-        from digenrl.config.spec import read_spec
-
         spec = read_spec(spec_file, profile)
         if ladder:
             compare_techniques(spec, unpacked, budget, as_json)
@@ -128,10 +129,12 @@ def plan_command(
     Chooses which cards generate and which train a recipe, and how.
     """
     from digenrl.commands import plan
+    from digenrl.planning.facts.cluster import files_of_cluster
 
     words = _words(recipe, overrides)
     request = plan.read_request(words, model)
-    files = plan.output_files(request, out_file, spec_file, force, inputs=[cluster, *map(Path, words[:1])])
+    inputs = [*files_of_cluster(cluster), *map(Path, words[:1])]
+    files = plan.output_files(request, out_file, spec_file, force, inputs)
     shares = plan.stale_shares(request, on_policy, stale_shares)
     settings = plan.plan_options(shares, ranks, objective, keep)
     with progress_bar("planning", hidden=as_json) as report:
@@ -181,6 +184,7 @@ def profile_command(
     from digenrl.config.profiles import write_profile
     from digenrl.config.recipes.files import read_recipe
 
+    check_is_no_input(out_file, [Path(recipe)], "--out")
     check_new_yaml(out_file, force)
     settings = read_recipe(recipe, overrides or [], without_prompts=True)
     with _requires("train"):
@@ -207,7 +211,8 @@ def check_command(
     download: options.Download = False,
     steps: options.ProbeSteps = 4,
     seed: options.ProbeSeed = 0,
-    out_file: options.PictureFile = Path("check.png"),
+    out_file: options.PictureFile = None,
+    force: options.Force = False,
     device: options.DeviceName = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -218,7 +223,8 @@ def check_command(
     with _requires("train"):
         from digenrl.commands.check import CheckRequest, check_model, show_check
         from digenrl.commands.sample import find_device
-    request = CheckRequest(probe, download, steps, seed, find_device(device), out_file)
+    picture, may_replace = out_file or CHECK_PICTURE, force or out_file is None
+    request = CheckRequest(probe, download, steps, seed, find_device(device), picture, may_replace)
     with progress_bar("checking", hidden=as_json) as report:
         check = check_model(target, overrides or [], request, report)
     if as_json:

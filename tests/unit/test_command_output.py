@@ -119,6 +119,38 @@ def test_output_that_could_not_be_written_or_read_again_is_refused_before_any_wo
     assert re.match(words, str(error))
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "profile demo.yaml --out demo.yaml --force",
+        "simulate spec.yaml --gantt profile.yaml --force",
+        "simulate --profile profile.yaml --trace profile.yaml --force",
+        "plan demo --cluster cluster.yaml --out profile.yaml --force",
+        "plan demo --cluster cluster.yaml --spec cluster.yaml --force",
+        "simulate spec.yaml --trace kept.json",
+        "simulate spec.yaml --gantt kept.svg",
+        "check demo --out kept.png",
+    ],
+)
+def test_commands_replace_no_input_and_without_force_no_file(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = b"profile: profile.yaml\n" + Path("docs/specs/gap.yaml").read_bytes()
+    contents = {
+        "profile.yaml": Path("digenrl/profiles/h200_sd3.yaml").read_bytes(),
+        "demo.yaml": Path("digenrl/recipes/demo.yaml").read_bytes(),
+        "spec.yaml": spec,
+        "cluster.yaml": b"pools: [{profile: profile.yaml, nodes: 1, per_node: 2}]",
+        **dict.fromkeys(("kept.json", "kept.svg", "kept.png"), b"kept"),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    error = CliRunner().invoke(app, command.split()).exception
+    assert isinstance(error, ConfigError)
+    assert {name: (tmp_path / name).read_bytes() for name in contents} == contents
+
+
 def test_the_ladder_has_the_search_budget_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     budgets = set()
 

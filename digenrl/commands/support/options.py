@@ -108,7 +108,12 @@ ProbeText = Annotated[str, typer.Option(metavar="TEXT", help="The prompt that th
 ProbeSteps = Annotated[int, typer.Option(min=1, help="The number of denoising steps.")]
 ProbeSeed = Annotated[int, typer.Option(min=0, help="The seed of the initial noise.")]
 Download = Annotated[bool, typer.Option("--download", help="Download a model that is not on this machine.")]
-PictureFile = Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the picture here, as PNG.")]
+PictureFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="FILE", help="Write the picture here, as PNG; by default to check.png, which is replaced."
+    ),
+]
 
 # profile
 LargestSlice = Annotated[

@@ -10,8 +10,8 @@ from typing import Any
 from digenrl.config.plan_files import work_of
 from digenrl.config.profiles import Profile, ProfiledWork, shown_value
 from digenrl.config.reading import ConfigError, parse_model
-from digenrl.config.recipes.paths import RANDOM
 from digenrl.config.recipes.conflicts import LANES_OF_ONE_MACHINE
+from digenrl.config.recipes.paths import RANDOM
 from digenrl.config.recipes.recipe import TERMS_PER_JOB, Recipe
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.facts.cluster import Cluster

@@ -65,7 +65,7 @@ def simulate_command(
     force: options.Force = False,
     ladder: options.Ladder = False,
     unpacked: options.Unpacked = None,
-    budget: options.SearchBudget = SIMULATED_SEARCH_BUDGET,
+    budget: options.SearchBudget = None,
     chaos: options.ChaosSeeds = None,
     first_seed: options.FirstSeed = 0,
     faults: options.FaultKinds = None,
@@ -80,10 +80,14 @@ def simulate_command(
     if chaos is not None:
         from digenrl.commands.chaos import read_campaign, run_chaos
 
-        if ladder or any(each is not None for each in (spec_file, profile, trace, gantt, unpacked)):
+        if (
+            ladder
+            or force
+            or any(each is not None for each in (spec_file, profile, trace, gantt, unpacked, budget))
+        ):
             raise ConfigError(
                 "--chaos: draws its own worlds, and writes no trace; leave out the SPEC, --profile, --trace, "
-                "--gantt, --ladder and --unpacked"
+                "--gantt, --force, --ladder, --unpacked and --budget"
             )
         run_chaos(read_campaign(chaos, first_seed, large, faults, only), as_json)
         return
@@ -94,15 +98,19 @@ def simulate_command(
 
     files = TraceFiles(trace, gantt)
     files.check(ladder, files_of_spec(spec_file, profile), force)
+    if force and trace is None and gantt is None:
+        raise ConfigError("--force: only --trace and --gantt write files; leave it out")
     if unpacked is not None and not ladder:
         raise ConfigError("--unpacked: only --ladder uses it; add --ladder or leave it out")
     if spec_file is not None:
-        spec = read_spec(spec_file, profile)
+        spec, nodes = read_spec(spec_file, profile), budget or SIMULATED_SEARCH_BUDGET
         if ladder:
-            compare_techniques(spec, unpacked, budget, as_json)
+            compare_techniques(spec, unpacked, nodes, as_json)
         else:
-            simulate_spec(spec, budget, files, as_json)
+            simulate_spec(spec, nodes, files, as_json)
     elif profile is not None and not ladder:
+        if budget is not None:
+            raise ConfigError("--budget: one device has no help decisions; give a SPEC, or leave it out")
         predict_device(profile, files, as_json)
     else:
         raise ConfigError("simulate: give a SPEC: 'digenrl simulate spec.yaml', or --profile PROFILE alone")
@@ -354,8 +362,8 @@ def export_command(
 def prompts_command(
     name: options.PromptSetName = None,
     count: options.PromptCount = None,
-    split: options.PromptSplit = "train",
-    seed: options.PromptSeed = 0,
+    split: options.PromptSplit = None,
+    seed: options.PromptSeed = None,
     out_file: options.PromptOutput = None,
     force: options.Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print every prompt as a line of JSON.")] = False,
@@ -367,13 +375,26 @@ def prompts_command(
     from digenrl.commands import prompts as command
 
     if name is None:
-        if out_file is not None:
-            raise ConfigError("--out: give the name of a prompt set: 'digenrl prompts ocr_signs --out FILE'")
+        of_a_set = {
+            "--count": count,
+            "--split": split,
+            "--seed": seed,
+            "--out": out_file,
+            "--force": force or None,
+        }
+        given = [option for option, value in of_a_set.items() if value is not None]
+        if given:
+            raise ConfigError(
+                f"{given[0]}: give the name of a prompt set: 'digenrl prompts ocr_signs {given[0]} ...'"
+            )
         if as_json:
             typer.echo(json.dumps(command.sets_as_json()))
         else:
             out.print(command.sets_table())
         return
+    if force and out_file is None:
+        raise ConfigError("--force: only --out writes a file; add --out FILE, or leave it out")
+    split, seed = split or "train", seed or 0
     if out_file is not None:
         if as_json:
             raise ConfigError("--json: prints the prompts, but --out writes them to a file; leave one of them out")

@@ -54,7 +54,10 @@ OnlyFaults = Annotated[
         "--only", metavar="NUMBERS", help="With --chaos: only these faults of a seed, e.g. 0,3, or none."
     ),
 ]
-SearchBudget = Annotated[int, typer.Option(min=1, help="The number of nodes that one help decision may search.")]
+SearchBudget = Annotated[
+    int | None,
+    typer.Option(min=1, help="The number of nodes that one help decision may search; 200000 by default."),
+]
 
 # plan
 ClusterFile = Annotated[Path, typer.Option(help="The available cards: a YAML or JSON file.")]
@@ -191,8 +194,8 @@ PromptCount = Annotated[
         help="The number of prompts; by default 20, or with --out as many as a recipe uses.",
     ),
 ]
-PromptSplit = Annotated[str, typer.Option(help="train or held_out.")]
-PromptSeed = Annotated[int, typer.Option(min=0, help="Another seed gives other prompts.")]
+PromptSplit = Annotated[str | None, typer.Option(help="train, the default, or held_out.")]
+PromptSeed = Annotated[int | None, typer.Option(min=0, help="Another seed than 0 gives other prompts.")]
 PromptOutput = Annotated[
     Path | None,
     typer.Option("--out", metavar="FILE", help="Write them to a .txt file, or with columns to a .jsonl file."),

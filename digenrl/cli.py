@@ -26,7 +26,7 @@ from digenrl.config.limits import SIMULATED_SEARCH_BUDGET
 from digenrl.config.reading import ConfigError
 from digenrl.config.token_variables import REWARD_TOKEN
 from digenrl.runs.stopping import RunFailedError
-from digenrl.telemetry.writing import NO_SPACE, check_new_yaml, write_atomically
+from digenrl.telemetry.writing import NO_SPACE, check_is_no_input, check_new_yaml, write_atomically
 
 app = typer.Typer(
     name="digenrl",
@@ -40,6 +40,7 @@ app = typer.Typer(
 reward_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Serve rewards to training runs.")
 app.add_typer(reward_app, name="reward")
 PROFILE = Path("profile.yaml")
+CHECK_PICTURE = Path("check.png")
 CLUSTER = Path("cluster.yaml")
 PROBE = 'A cat walks on the grass, next to a sign that says "Café №7"'
 INTERRUPTED = 130  # the exit code of a run that saved and stopped, as of any program ended by Ctrl-C
@@ -112,7 +113,8 @@ def check_command(
     download: options.Download = False,
     steps: options.ProbeSteps = 4,
     seed: options.ProbeSeed = 0,
-    out_file: options.PictureFile = Path("check.png"),
+    out_file: options.PictureFile = None,
+    force: options.Force = False,
     device: options.DeviceName = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -123,7 +125,8 @@ def check_command(
     with _requires("train"):
         from digenrl.commands.check import CheckRequest, check_model, show_check
         from digenrl.commands.sample import find_device
-    request = CheckRequest(probe, download, steps, seed, find_device(device), out_file)
+    picture, may_replace = out_file or CHECK_PICTURE, force or out_file is None
+    request = CheckRequest(probe, download, steps, seed, find_device(device), picture, may_replace)
     with progress_bar("checking", hidden=as_json) as report:
         check = check_model(target, overrides or [], request, report)
     if as_json:
@@ -209,8 +212,8 @@ def export_command(
 def prompts_command(
     name: options.PromptSetName = None,
     count: options.PromptCount = None,
-    split: options.PromptSplit = "train",
-    seed: options.PromptSeed = 0,
+    split: options.PromptSplit = None,
+    seed: options.PromptSeed = None,
     out_file: options.PromptOutput = None,
     force: options.Force = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print every prompt as a line of JSON.")] = False,
@@ -222,13 +225,26 @@ def prompts_command(
     from digenrl.commands import prompts as command
 
     if name is None:
-        if out_file is not None:
-            raise ConfigError("--out: give the name of a prompt set: 'digenrl prompts ocr_signs --out FILE'")
+        of_a_set = {
+            "--count": count,
+            "--split": split,
+            "--seed": seed,
+            "--out": out_file,
+            "--force": force or None,
+        }
+        given = [option for option, value in of_a_set.items() if value is not None]
+        if given:
+            raise ConfigError(
+                f"{given[0]}: give the name of a prompt set: 'digenrl prompts ocr_signs {given[0]} ...'"
+            )
         if as_json:
             typer.echo(json.dumps(command.sets_as_json()))
         else:
             out.print(command.sets_table())
         return
+    if force and out_file is None:
+        raise ConfigError("--force: only --out writes a file; add --out FILE, or leave it out")
+    split, seed = split or "train", seed or 0
     if out_file is not None:
         if as_json:
             raise ConfigError("--json: prints the prompts, but --out writes them to a file; leave one of them out")
@@ -275,6 +291,7 @@ def plan_command(
     Chooses which cards generate and which train a recipe, and how.
     """
     from digenrl.commands import plan
+    from digenrl.planning.facts.cluster import files_of_cluster
 
     words = _words(recipe, overrides)
     request = plan.read_request(words, model)
@@ -282,7 +299,8 @@ def plan_command(
     settings = plan.plan_options(shares, ranks, objective, keep)
     cards = plan.read_cards(cluster, request)
     plan.check_search(request, cards, settings)
-    files = plan.output_files(request, out_file, spec_file, force, inputs=[cluster, *map(Path, words[:1])])
+    inputs = [*files_of_cluster(cluster), *map(Path, words[:1])]
+    files = plan.output_files(request, out_file, spec_file, force, inputs)
     with progress_bar("planning", hidden=as_json) as report:
         result = plan.search_plans(request, cards, settings, report)
     content = plan.write_plan(request, result, files, words)
@@ -299,9 +317,10 @@ def simulate_command(
     as_json: options.AsJson = False,
     trace: options.TraceFile = None,
     gantt: options.GanttFile = None,
+    force: options.Force = False,
     ladder: options.Ladder = False,
     unpacked: options.Unpacked = None,
-    budget: options.SearchBudget = SIMULATED_SEARCH_BUDGET,
+    budget: options.SearchBudget = None,
     chaos: options.ChaosSeeds = None,
     first_seed: options.FirstSeed = 0,
     faults: options.FaultKinds = None,
@@ -316,30 +335,37 @@ def simulate_command(
     if chaos is not None:
         from digenrl.commands.chaos import read_campaign, run_chaos
 
-        if ladder or any(each is not None for each in (spec_file, profile, trace, gantt, unpacked)):
+        if (
+            ladder
+            or force
+            or any(each is not None for each in (spec_file, profile, trace, gantt, unpacked, budget))
+        ):
             raise ConfigError(
                 "--chaos: draws its own worlds, and writes no trace; leave out the SPEC, --profile, --trace, "
-                "--gantt, --ladder and --unpacked"
+                "--gantt, --force, --ladder, --unpacked and --budget"
             )
         run_chaos(read_campaign(chaos, first_seed, large, faults, only), as_json)
         return
     if first_seed or faults is not None or large or only is not None:
         raise ConfigError("--first-seed, --faults, --large, --only: only --chaos uses them; add --chaos SEEDS")
     from digenrl.commands.simulate import TraceFiles, compare_techniques, predict_device, simulate_spec
+    from digenrl.config.spec import files_of_spec, read_spec
 
     files = TraceFiles(trace, gantt)
-    files.check(ladder, [path for path in (spec_file, profile and Path(profile)) if path])
+    files.check(ladder, files_of_spec(spec_file, profile), force)
+    if force and trace is None and gantt is None:
+        raise ConfigError("--force: only --trace and --gantt write files; leave it out")
     if unpacked is not None and not ladder:
         raise ConfigError("--unpacked: only --ladder uses it; add --ladder or leave it out")
     if spec_file is not None:
-        from digenrl.config.spec import read_spec
-
-        spec = read_spec(spec_file, profile)
+        spec, nodes = read_spec(spec_file, profile), budget or SIMULATED_SEARCH_BUDGET
         if ladder:
-            compare_techniques(spec, unpacked, budget, as_json)
+            compare_techniques(spec, unpacked, nodes, as_json)
         else:
-            simulate_spec(spec, budget, files, as_json)
+            simulate_spec(spec, nodes, files, as_json)
     elif profile is not None and not ladder:
+        if budget is not None:
+            raise ConfigError("--budget: one device has no help decisions; give a SPEC, or leave it out")
         predict_device(profile, files, as_json)
     else:
         raise ConfigError("simulate: give a SPEC: 'digenrl simulate spec.yaml', or --profile PROFILE alone")
@@ -361,6 +387,7 @@ def profile_command(
     from digenrl.config.profiles import write_profile
     from digenrl.config.recipes.files import read_recipe
 
+    check_is_no_input(out_file, [Path(recipe)], "--out")
     check_new_yaml(out_file, force)
     settings = read_recipe(recipe, overrides or [], without_prompts=True)
     with _requires("train"):

@@ -27,7 +27,7 @@ from digenrl.prompts.checks import check_prompts
 from digenrl.prompts.source_images import decode_images
 from digenrl.rewards.packages import check_packages
 from digenrl.run_folder.grids import write_png
-from digenrl.telemetry.writing import check_writable
+from digenrl.telemetry.writing import check_is_no_input, check_new_file
 from digenrl.worker.blueprint import (
     Blueprint,
     check_hub_model,
@@ -67,6 +67,7 @@ class CheckRequest:
     seed: int
     device: str
     picture: Path
+    force: bool = True  # whether the picture may replace a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ def check_model(where: str, overrides: Sequence[str], request: CheckRequest, rep
     """
     if not request.probe.strip():
         raise ConfigError("--probe: an empty text; describe a sample")
-    _check_picture(request.picture)
+    _check_picture(request, where)
     this_device(request.device)
     report(0, STAGES, "reading the description")
     recipe, alone = _read_target(where, overrides)
@@ -212,9 +213,12 @@ def _rows(check: ModelCheck, request: CheckRequest) -> Iterator[tuple[str, str]]
         yield "not loaded", check.skipped
 
 
-def _check_picture(path: Path) -> None:
-    if check_writable(path).suffix.lower() != ".png":
+def _check_picture(request: CheckRequest, where: str) -> None:
+    path = request.picture
+    if path.suffix.lower() != ".png":
         raise ConfigError(f"--out: {path}: the picture is written as PNG; name a file that ends in .png")
+    check_is_no_input(path, [Path(where)], "--out")
+    check_new_file(path, request.force)
 
 
 def _read_target(where: str, overrides: Sequence[str]) -> tuple[Recipe, bool]:

@@ -31,7 +31,7 @@ from digenrl.telemetry.gantt_svg import gantt_svg
 from digenrl.telemetry.gantt_terminal import gantt_text
 from digenrl.telemetry.perfetto import write_perfetto
 from digenrl.telemetry.trace import Trace
-from digenrl.telemetry.writing import check_is_no_input, check_writable, write_atomically
+from digenrl.telemetry.writing import check_is_no_input, check_new_file, write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,13 @@ class TraceFiles:
     perfetto: Path | None
     gantt: Path | None
 
-    def check(self, ladder: bool, inputs: Iterable[Path]) -> None:
-        """Raises ConfigError if a file cannot be written, is an input, or does not go with --ladder."""
+    def check(self, ladder: bool, inputs: Iterable[Path], force: bool) -> None:
+        """Raises ConfigError if a file exists, cannot be written, is an input, or does not go with --ladder."""
         given = [path for path in (self.perfetto, self.gantt) if path is not None]
         for path in given:
-            check_writable(path)
-            check_is_no_input(path, inputs, "--trace" if path == self.perfetto else "--gantt")
+            option = "--trace" if path == self.perfetto else "--gantt"
+            check_is_no_input(path, inputs, option)
+            check_new_file(path, force, option)
         if ladder and given:
             raise ConfigError(
                 "--ladder: simulates several runs, without --trace and --gantt; leave one of them out"

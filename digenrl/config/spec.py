@@ -23,7 +23,7 @@ from digenrl.config.limits import (
     check_samples,
 )
 from digenrl.config.profile_filling import filled_in
-from digenrl.config.profiles import read_profile
+from digenrl.config.profiles import find_profile, read_profile
 from digenrl.config.reading import ConfigError, Frozen, errors_about, errors_in, parse_model, read_mapping
 
 OrderRuleName = Literal["generation", "batch"]
@@ -233,6 +233,15 @@ class Spec(Frozen):
     def with_changes(self, **changes: Any) -> Spec:
         """The same run with other top-level values, validated again."""
         return parse_model(Spec, {**self.model_dump(), **changes})
+
+
+def files_of_spec(path: Path | None, profile: str | None = None) -> list[Path]:
+    """The files that `read_spec` reads: the SPEC and its profile; without a SPEC, the profile."""
+    named, folder = profile, Path()
+    if path is not None and named is None:
+        named, folder = read_mapping(path).get("profile"), path.parent
+    profiles = [find_profile(named, folder)] if isinstance(named, str) else []
+    return [*([] if path is None else [path]), *profiles]
 
 
 def read_spec(path: Path, profile: str | None = None) -> Spec:

@@ -104,6 +104,13 @@ def test_libraries_send_no_usage_data_unless_asked_to() -> None:
             "plan demo --cluster examples/cluster_measured.yaml --out examples/cluster_measured.yaml --force",
             "--out",
         ),
+        ("simulate --chaos 3 --budget 1", "--chaos: .*--budget"),
+        ("simulate --profile h200_sd3 --budget 1", "--budget: .*SPEC"),
+        ("simulate docs/specs/gap.yaml --force", "--force: .*--gantt"),
+        ("prompts --count 3", "--count: .*prompt set"),
+        ("prompts --split foo", "--split: .*prompt set"),
+        ("prompts --seed 0", "--seed: .*prompt set"),
+        ("prompts ocr_signs --force", "--force: .*--out"),
         ("simulate --chaos 1 --only 99", "--only: seed 0 has no fault 99; known: 0, 1"),
         ("profile demo --out cpu.json", "--out: .*cpu.json.*.yaml"),
         ("profile demo --out cpu", "--out: .*cpu.*.yaml"),
@@ -141,6 +148,38 @@ def test_a_file_that_exists_is_reported_after_mistakes_in_what_is_read(
         (tmp_path / name).write_text("mine")
     error = CliRunner().invoke(app, command.format(cluster=cluster).split()).exception
     assert isinstance(error, ConfigError) and noun in str(error)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "profile demo.yaml --out demo.yaml --force",
+        "simulate spec.yaml --gantt profile.yaml --force",
+        "simulate --profile profile.yaml --trace profile.yaml --force",
+        "plan demo --cluster cluster.yaml --out profile.yaml --force",
+        "plan demo --cluster cluster.yaml --spec cluster.yaml --force",
+        "simulate spec.yaml --trace kept.json",
+        "simulate spec.yaml --gantt kept.svg",
+        "check demo --out kept.png",
+    ],
+)
+def test_commands_replace_no_input_and_without_force_no_file(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = b"profile: profile.yaml\n" + Path("docs/specs/gap.yaml").read_bytes()
+    contents = {
+        "profile.yaml": Path("digenrl/profiles/h200_sd3.yaml").read_bytes(),
+        "demo.yaml": Path("digenrl/recipes/demo.yaml").read_bytes(),
+        "spec.yaml": spec,
+        "cluster.yaml": b"pools: [{profile: profile.yaml, nodes: 1, per_node: 2}]",
+        **dict.fromkeys(("kept.json", "kept.svg", "kept.png"), b"kept"),
+    }
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.chdir(tmp_path)
+    error = CliRunner().invoke(app, command.split()).exception
+    assert isinstance(error, ConfigError)
+    assert {name: (tmp_path / name).read_bytes() for name in contents} == contents
 
 
 def test_the_ladder_has_the_search_budget_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

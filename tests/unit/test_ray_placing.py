@@ -93,7 +93,7 @@ def test_workers_that_wait_for_room_look_at_the_cluster_once(monkeypatch: pytest
         for pool in ("fast", "slow")
         for index in range(50)
     ]
-    assert [workers.has_room(each) for each in assignments] == [False] * 50 + [True] * 50
+    assert [workers.has_capacity(each) for each in assignments] == [False] * 50 + [True] * 50
     assert len(looks) - looks_before == 1
     assert len(tries) == 1 + 50, "equal requests are tried once, if they do not fit"
 

@@ -187,18 +187,19 @@ def test_predictions_come_with_the_costs_of_a_commit_and_match_a_run_of_those_co
 
 def test_nothing_is_predicted_while_no_generator_is_present() -> None:
     opening = initial_state_of(steps=12)
-    lanes = tuple(lane if lane.helper else replace(lane, present=False) for lane in opening.lanes)
+    helpers = tuple(lane.index for lane in opening.lanes if lane.helper)
     steps: list[int] = []
     prediction = StepTimePrediction(lambda step, seconds: steps.append(step))
     c, committed = opening.costs, FIRST_AT
     costs = CostsMeasured(0, c.train_sample_ns, c.commit_ns, c.publish_ns, c.switch_in_ns, c.switch_out_ns, 0)
-    for state in (replace(opening, lanes=lanes, committed=committed), replace(opening, committed=committed)):
+    for present, reported in ((helpers, []), (opening.present, [committed])):
+        state = replace(opening, present=present, committed=committed)
         prediction.observe(Committed(0, Commit(0, 0, step=committed - 1)), (), state)
         prediction.observe(costs, (), state)
         assert not steps, "no event waits for a whole simulation"
         for _ in range(1000):
             prediction.observe(Tick(0), (), state)
-        assert steps == ([] if state.lanes is lanes else [committed])
+        assert steps == reported
 
 
 def test_only_evaluations_and_checkpoints_of_every_step_count_in_its_predicted_time() -> None:

@@ -56,7 +56,10 @@ OnlyFaults = Annotated[
         "--only", metavar="NUMBERS", help="With --chaos: only these faults of a seed, e.g. 0,3, or none."
     ),
 ]
-SearchBudget = Annotated[int, typer.Option(min=1, help="The number of nodes that one help decision may search.")]
+SearchBudget = Annotated[
+    int | None,
+    typer.Option(min=1, help="The number of nodes that one help decision may search; 200000 by default."),
+]
 
 # plan
 ClusterFile = Annotated[
@@ -116,7 +119,12 @@ ProbeText = Annotated[str, typer.Option(metavar="TEXT", help="The prompt that th
 ProbeSteps = Annotated[int, typer.Option(min=1, help="The number of denoising steps.")]
 ProbeSeed = Annotated[int, typer.Option(min=0, help="The seed of the initial noise.")]
 Download = Annotated[bool, typer.Option("--download", help="Download a model that is not on this machine.")]
-PictureFile = Annotated[Path, typer.Option("--out", metavar="FILE", help="Write the picture here, as PNG.")]
+PictureFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="FILE", help="Write the picture here, as PNG; by default to check.png, which is replaced."
+    ),
+]
 
 # profile
 LargestSlice = Annotated[
@@ -194,8 +202,8 @@ PromptCount = Annotated[
         help="The number of prompts; by default 20, or with --out as many as a recipe uses.",
     ),
 ]
-PromptSplit = Annotated[str, typer.Option(help="train or held_out.")]
-PromptSeed = Annotated[int, typer.Option(min=0, help="Another seed gives other prompts.")]
+PromptSplit = Annotated[str | None, typer.Option(help="train, the default, or held_out.")]
+PromptSeed = Annotated[int | None, typer.Option(min=0, help="Another seed than 0 gives other prompts.")]
 PromptOutput = Annotated[
     Path | None,
     typer.Option("--out", metavar="FILE", help="Write them to a .txt file, or with columns to a .jsonl file."),

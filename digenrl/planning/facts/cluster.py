@@ -198,15 +198,32 @@ class Cluster(Frozen):
         return tuple(dict.fromkeys(pool.site for pool in self.pools))
 
 
+def files_of_cluster(path: Path) -> list[Path]:
+    """The files that `read_cluster` reads: that of the cluster, and profiles."""
+    return [path, *(Path(pool["profile"]) for pool in _pools_with_a_profile(_content_of(path)))]
+
+
 def read_cluster(path: Path) -> Cluster:
     """Reads a cluster from a YAML or JSON file; raises ConfigError with one line about the first mistake.
 
     A pool's profile file is relative to the folder of the cluster file.
     """
-    content = read_mapping(path)
+    content = _content_of(path)
     with errors_in(path):
-        for index, pool in enumerate(content["pools"] if isinstance(content.get("pools"), list) else ()):
-            if isinstance(pool, dict) and isinstance(pool.get("profile"), str):
-                with errors_about(f"pools[{index}].profile"):
-                    pool["profile"] = str(find_profile(pool["profile"], path.parent))
         return parse_model(Cluster, content)
+
+
+def _content_of(path: Path) -> dict[str, Any]:
+    """The content of a cluster file; the profiles of pools are paths."""
+    content = read_mapping(path)
+    pools = content["pools"] if isinstance(content.get("pools"), list) else []
+    for pool in _pools_with_a_profile(content):
+        with errors_in(path), errors_about(f"pools[{pools.index(pool)}].profile"):
+            pool["profile"] = str(find_profile(pool["profile"], path.parent))
+    return content
+
+
+def _pools_with_a_profile(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    pools = content.get("pools")
+    several = pools if isinstance(pools, list) else []
+    return [pool for pool in several if isinstance(pool, dict) and isinstance(pool.get("profile"), str)]

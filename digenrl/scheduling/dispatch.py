@@ -55,9 +55,10 @@ def first_unreserved(length_at: Callable[[int], int], reserved: Callable[[int], 
     `length_at` gives the length of the piece at a place, 0 beyond the end of the list; `reserved` the number of
     slices that others would finish before a piece of this length. The length is 0 if there is no such piece.
     """
-    place = 0
+    place = before = counted = 0  # `before` is reserved before a piece of `counted` slices
     while length := length_at(place):
-        before = reserved(length)
+        if length != counted:
+            before, counted = reserved(length), length
         if before <= place:
             break
         place = before

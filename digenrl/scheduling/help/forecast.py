@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from digenrl.records import LaneOffer
-from digenrl.scheduling.dispatch import assign_by_finish, first_unreserved, piece_ns
+from digenrl.scheduling.dispatch import assign_by_finish, first_unreserved
 from digenrl.scheduling.help.forecast_constants import NEVER, ForecastConstants, NodeCounter
 from digenrl.scheduling.help.slice_lists import Runs, SliceList
 from digenrl.scheduling.staleness import admitted_samples
@@ -75,7 +75,15 @@ class Forecast:
 
     def fork(self) -> Forecast:
         """An independent copy of this future."""
+        self.count_fork()
+        return self.copy()
+
+    def count_fork(self) -> None:
+        """Counts the work of a fork."""
         self.counter.nodes += 1 + (self.constants.copied_entries + len(self.running)) // COPIES_PER_NODE
+
+    def copy(self) -> Forecast:
+        """A fork that does not count."""
         return Forecast(
             self.constants, self.counter, self.now, self.running[:], self.idle[:], self.slices, self.position,
             self.holes[:], self.slices_step, self.stale_used, self.stale_next, self.open_groups[:],
@@ -381,49 +389,50 @@ class Forecast:
 
     def _take_by_finish(self, lane_class: int, at_most: int, able: Sequence[bool]) -> bool:
         """Lanes of this class take the first piece that no other lane would finish sooner; False if none does."""
-        offer, idle = self.constants.classes[lane_class], self.idle[lane_class]
-        version = self.published[self.constants.class_link[lane_class]]
-        here = self._startable(version)
-        in_all = here + self._startable_next(version, here)
-        if not in_all:
-            return False
-        together, lanes = idle if at_most == offer.slices_at_once else 1, 0
+        constants, idle = self.constants, self.idle[lane_class]
+        version = self.published[constants.class_link[lane_class]]
+        here, lanes = self._startable(version), 0
+        together = idle if at_most == constants.class_at_once[lane_class] else 1
 
         def length_at(behind: int) -> int:
             nonlocal lanes
-            if behind >= in_all:
-                return 0
             slices, place, left = self.slices, self._place(behind), here - behind
             if left <= 0:
-                slices, place, left = self._next_list(), place - slices.length, in_all - behind
+                left += self._startable_next(version, here)
+                if left <= 0:
+                    return 0
+                slices, place = self._next_list(), place - slices.length
             length, lanes = slices.equal_takes(place, at_most, together, left)
             return length
 
         def reserved(length: int) -> int:
-            return self.reserved_before(length, self.now + offer.expected_ns(length), able)
+            return self.reserved_before(length, self.now + constants.pieces_ns(length)[lane_class], able)
 
         behind, length = first_unreserved(length_at, reserved)
         if not length:
             return False
-        self._start(lanes, length, version, lane_class, offer.expected_ns(length), behind)
+        self._start(lanes, length, version, lane_class, constants.pieces_ns(length)[lane_class], behind)
         self.idle[lane_class] = idle - lanes
         return True
 
     def reserved_before(self, length: int, deadline_ns: int, able: Sequence[bool]) -> int:
         """`dispatch.reserved_before` of able classes, without a list of lanes: it is called very often."""
-        constants, total = self.constants, 0
+        constants, now, total = self.constants, self.now, 0
         class_ns, at_once = constants.class_ns, constants.class_at_once
-        left_ns = [
-            deadline_ns - piece_ns(offer, length) - 1 if counts else -1
-            for offer, counts in zip(constants.classes, able, strict=True)
+        # The latest moment at which a lane of each class could start the piece and finish it first.
+        latest_ns = [
+            deadline_ns - takes_ns - 1 if counts else -1
+            for takes_ns, counts in zip(constants.pieces_ns(length), able, strict=True)
         ]
+        if max(latest_ns) < now:
+            return 0
         for lane_class, idle in enumerate(self.idle):
-            left = left_ns[lane_class] - self.now
-            if idle and left >= 0:
-                total += idle * (left // class_ns[lane_class] + 1) * at_once[lane_class]
+            left_ns = latest_ns[lane_class] - now
+            if idle and left_ns >= 0:
+                total += idle * (left_ns // class_ns[lane_class] + 1) * at_once[lane_class]
         for end, _, lane_class, _, lanes, _ in self.running:
-            if lane_class >= 0 and left_ns[lane_class] >= end:
-                jobs = (left_ns[lane_class] - end) // class_ns[lane_class] + 1
+            if lane_class >= 0 and latest_ns[lane_class] >= end:
+                jobs = (latest_ns[lane_class] - end) // class_ns[lane_class] + 1
                 total += lanes * jobs * at_once[lane_class]
         return total
 
@@ -515,7 +524,7 @@ class Forecast:
                     self.stale_used += count * self.constants.slice_size
                 else:
                     self.stale_next += count * self.constants.slice_size
-            order = step * self.constants.slices_per_step + slice_list.position(place)
+            order = step * self.constants.slices_per_step + slice_list.first + place
             bundle = (self.now + takes_ns, order, lane_class, step, lanes, slice_list.runs(place, count))
             heappush(self.running, bundle)
             lanes = 0  # they become idle together, with the first of their slices

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from digenrl.records import LaneOffer
+from digenrl.scheduling.dispatch import piece_ns
 from digenrl.scheduling.help.slice_lists import SliceList, unstarted_slices
 from digenrl.scheduling.state import SchedulerState, open_step
 
@@ -25,12 +26,11 @@ class ForecastConstants:
     """What does not change while a forecast runs; shared by all its forks."""
 
     __slots__ = (
-        "batch", "budget", "by_sample", "chunk_ns", "class_at_once", "class_link", "class_ns", "classes",
-        "commit_ns", "copied_entries", "earliest_finish", "fresh_groups", "full_list", "helper", "helper_ns",
-        "helpers", "next_list", "next_stale", "next_step", "publish_ns", "save_ns", "score_chunk_ns", "score_ns",
-        "score_round_ns", "score_unit",
-        "slice_size", "slices_per_step", "steps", "switch_in_ns", "switch_out_ns", "terms", "unit_ns", "units",
-        "whole_step_ns",
+        "_pieces_ns", "batch", "budget", "by_sample", "chunk_ns", "class_at_once", "class_link", "class_ns",
+        "classes", "commit_ns", "copied_entries", "earliest_finish", "fresh_groups", "full_list", "helper",
+        "helper_ns", "helpers", "next_list", "next_stale", "next_step", "publish_ns", "save_ns", "score_chunk_ns",
+        "score_ns", "score_round_ns", "score_unit", "slice_size", "slices_per_step", "steps", "switch_in_ns",
+        "switch_out_ns", "terms", "unit_ns", "units", "whole_step_ns",
     )  # fmt: skip
 
     def __init__(self, state: SchedulerState, classes: tuple[LaneOffer, ...]) -> None:
@@ -38,6 +38,7 @@ class ForecastConstants:
         self.classes = classes  # the offer of each class of equal generator lanes, fastest first
         self.class_ns = class_ns = tuple(offer.slice_ns for offer in classes)
         self.class_at_once = tuple(offer.slices_at_once for offer in classes)
+        self._pieces_ns: dict[int, tuple[int, ...]] = {}
         # Classes that get new versions at the same time share a link.
         class_publish_ns = [costs.publication_ns(offer.publish_ns) for offer in classes]
         self.publish_ns = tuple(sorted(set(class_publish_ns)))  # of each link, the fastest first
@@ -75,6 +76,13 @@ class ForecastConstants:
         if terms.prompts > EXACT_SCORES_UP_TO and class_ns:
             self.score_round_ns = max(1, class_ns[0] // SCORE_STEPS_PER_SLICE)
         self.earliest_finish = terms.dispatch == "earliest_finish"
+
+    def pieces_ns(self, slices: int) -> tuple[int, ...]:
+        """The time of each class for this many slices, in full jobs and a last one for the rest."""
+        times = self._pieces_ns.get(slices)
+        if times is None:
+            times = self._pieces_ns[slices] = tuple(piece_ns(offer, slices) for offer in self.classes)
+        return times
 
     def chunks_of(self, version: int) -> int:
         """The held-out chunks of a version: 0 if it is not evaluated."""

@@ -67,25 +67,28 @@ def simulate_help(
                 break
             continue
         opens_ns, bubble = future.now, next(plan, None)
-        rounds = _follow(future, bubble.rounds) if bubble is not None else _apply(future, rule)
+        decided = help_by_rule(future, rule) if bubble is None else planned_help(bubble)
+        rounds = simulate_rounds(future, decided) if decided is not None else 0
         met.append(PlannedBubble(opens_ns, rounds))
         if not rounds and not future.wait():
             break
     return tuple(met)
 
 
-def _follow(future: Forecast, rounds: int) -> int:
-    if not rounds:
-        return 0
-    return simulate_rounds(future, HelpPlan(rounds, stop_when_ready=False, current_step_only=False))
+def planned_help(bubble: PlannedBubble) -> HelpPlan | None:
+    """The help of a plan in its bubble; None: the trainer waits."""
+    if not bubble.rounds:
+        return None
+    return HelpPlan(bubble.rounds, stop_when_ready=False, current_step_only=False)
 
 
-def _apply(future: Forecast, rule: SimpleHelpRule) -> int:
+def help_by_rule(future: Forecast, rule: SimpleHelpRule) -> HelpPlan | None:
+    """The help of a rule in the bubble that opens now; None: the trainer waits."""
     if not rule.most_rounds or not future.can_start_round(rule.current_step_only):
-        return 0
+        return None
     if rule.only_if_in_time and _generators_finish_first(future):
-        return 0
-    return simulate_rounds(future, HelpPlan(rule.most_rounds, True, rule.current_step_only))
+        return None
+    return HelpPlan(rule.most_rounds, stop_when_ready=True, current_step_only=rule.current_step_only)
 
 
 def _generators_finish_first(future: Forecast) -> bool:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from digenrl.records import LaneOffer
 from digenrl.scheduling.help.forecast import Forecast
 from digenrl.scheduling.help.forecast_constants import NEVER
-from digenrl.scheduling.help.help_rules import STEP_RULES, WAIT_ALWAYS, Plan, SimpleHelpRule, simulate_help
+from digenrl.scheduling.help.futures import Moment, follow
+from digenrl.scheduling.help.help_rules import STEP_RULES, WAIT_ALWAYS, Plan, SimpleHelpRule
 from digenrl.scheduling.state import PlannedBubble
 
 
@@ -25,12 +26,12 @@ class SearchResult:
     exact: bool  # the search was complete: no plan commits earlier, and no equal plan has fewer rounds first
 
 
-def search_help(bubble: Forecast, budget: int, known: Plan = ()) -> SearchResult:
+def search_help(bubble: Forecast, budget: int, known: Plan = (), start: Moment | None = None) -> SearchResult:
     """Searches from a bubble of the current step. Visits about `budget` nodes, which are instants of forecasts.
 
-    `known` is the rest of an earlier plan.
+    `known` is the rest of an earlier plan; `start` has the futures from this bubble that were simulated before.
     """
-    search = _Search(bubble, budget)
+    search = _Search(start or Moment(bubble), budget)
     if known:
         search.try_plan(known, WAIT_ALWAYS)
     # A plan that never ends is not accepted even without budget: perhaps only the trainer can generate.
@@ -44,11 +45,11 @@ def search_help(bubble: Forecast, budget: int, known: Plan = ()) -> SearchResult
 class _Search:
     """The best plan so far, the states visited, and the budget."""
 
-    def __init__(self, bubble: Forecast, budget: int) -> None:
+    def __init__(self, start: Moment, budget: int) -> None:
         self.best_plan: Plan = ()
         self.best_commit_ns = NEVER
-        self._bubble = bubble
-        self._last_node = bubble.counter.nodes + budget
+        self._start, self._bubble = start, start.forecast
+        self._last_node = self._bubble.counter.nodes + budget
         self._seen: set[tuple[object, ...]] = set()
         self._found_by_search = False
 
@@ -59,10 +60,10 @@ class _Search:
 
     def try_plan(self, plan: Plan, rule: SimpleHelpRule) -> None:
         """Simulates a supplied plan, which may become the best. An equal plan of the search replaces it."""
-        future = self._bubble.fork()
-        plan = simulate_help(future, self._bubble.committed + 1, plan, rule)
-        if future.now < self.best_commit_ns:
-            self.best_plan, self.best_commit_ns = plan, future.now
+        self._bubble.count_fork()
+        plan, end = follow(self._start, self._bubble.committed + 1, plan, rule)
+        if end.forecast.now < self.best_commit_ns:
+            self.best_plan, self.best_commit_ns = plan, end.forecast.now
 
     def run(self) -> bool:
         """Searches depth first, with an explicit stack since a step can have very many bubbles.

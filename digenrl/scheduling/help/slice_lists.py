@@ -12,17 +12,14 @@ Runs = tuple[tuple[int, int], ...]  # (group, number of slices)
 class SliceList:
     """The unstarted slices of a step: the rest of its list from `first` on, or the groups in `listed`."""
 
-    __slots__ = ("_by_group", "_first", "_listed", "_per_group", "_prompts", "length")
+    __slots__ = ("_by_group", "_listed", "_per_group", "_prompts", "first", "length")
 
     def __init__(self, terms: Terms, first: int, listed: tuple[int, ...] | None = None) -> None:
-        self._first, self._listed = first, listed
+        self.first = first  # of place 0 in the step's whole list; approximate if slices are reissued
+        self._listed = listed
         self._by_group, self._per_group = terms.order == "generation", terms.slices_per_group
         self._prompts = terms.prompts
         self.length = terms.slices_per_step - first if listed is None else len(listed)
-
-    def position(self, place: int) -> int:
-        """The position of a place in the step's whole list; approximate if slices are reissued."""
-        return self._first + place
 
     def equal_takes(self, place: int, at_once: int, lanes: int, left: int) -> tuple[int, int]:
         """How many of the `left` slices from `place` on the next lane takes, and how many lanes take as many."""
@@ -44,13 +41,13 @@ class SliceList:
             return end - place
         if not self._by_group:
             return self.length - place
-        return self._per_group - (self._first + place) % self._per_group
+        return self._per_group - (self.first + place) % self._per_group
 
     def runs(self, place: int, count: int) -> Runs:
         """The groups of `count` slices from `place` on."""
         if self._listed is not None:
             return tuple((group, 1) for group in self._listed[place : place + count])
-        at = self._first + place
+        at = self.first + place
         if not self._by_group:
             return tuple((position % self._prompts, 1) for position in range(at, at + count))
         whole = self._per_group
@@ -58,9 +55,11 @@ class SliceList:
         if offset + count <= whole:
             return ((group, count),)
         last_group, in_last = divmod(at + count, whole)
-        head = ((group, whole - offset),)
-        tail = ((last_group, in_last),) if in_last else ()
-        return (*head, *((between, whole) for between in range(group + 1, last_group)), *tail)
+        runs = [(between, whole) for between in range(group, last_group)]
+        runs[0] = (group, whole - offset)
+        if in_last:
+            runs.append((last_group, in_last))
+        return tuple(runs)
 
 
 def unstarted_slices(terms: Terms, step: StepProgress) -> SliceList:

@@ -20,6 +20,7 @@ import yaml
 
 from digenrl import __version__
 from digenrl.commands.support import options
+from digenrl.commands.support.examples import GroupWithExamples
 from digenrl.commands.support.output import err, out, print_written, progress_bar
 from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.limits import SIMULATED_SEARCH_BUDGET
@@ -30,6 +31,7 @@ from digenrl.telemetry.writing import NO_SPACE, check_is_no_input, check_new_yam
 
 app = typer.Typer(
     name="digenrl",
+    cls=GroupWithExamples,
     help="RL post-training for diffusion image and video models.",
     epilog="To start, run 'digenrl train demo': it needs no GPU and downloads no model.",
     no_args_is_help=True,

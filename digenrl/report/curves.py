@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
 
-from digenrl.report.headline import reward_names
+from digenrl.report.headline import repeats_reward, reward_names
 from digenrl.run_folder.metric_lines import EvaluationRecord, StepRecord
 from digenrl.run_folder.reading import RunRecord
 
@@ -78,9 +78,10 @@ def reward_charts(run: RunRecord) -> tuple[Chart, ...]:
 
 
 def part_charts(run: RunRecord) -> tuple[Chart, ...]:
-    """One chart per part of the training reward."""
+    """One chart per part of the training reward that does not equal the reward."""
     x = tuple(step.step for step in run.steps)
     parts = [name for name in _names(run.steps) if name.startswith(_PART) and not run.recipe.rewards_are_given]
+    parts = [name for name in parts if not repeats_reward(run.steps, name)]
     return tuple(
         Chart(name.removeprefix(_PART), x, (Series(name.removeprefix(_PART), _column(run.steps, name)),))
         for name in parts
@@ -88,14 +89,14 @@ def part_charts(run: RunRecord) -> tuple[Chart, ...]:
 
 
 def held_out_charts(run: RunRecord) -> tuple[Chart, ...]:
-    """One chart per held-out metric; x is the number of optimizer steps done.
+    """One chart per held-out metric that does not equal the reward; x is the number of optimizer steps done.
 
     Values before and after a change of the settings of evaluations are not comparable: each has its own curve.
     """
     x = tuple(evaluation.steps_done for evaluation in run.evaluations)
     charts = []
     for name in _names(run.evaluations):
-        if name == "reward_mean" or name.startswith(_PART):
+        if (name == "reward_mean" or name.startswith(_PART)) and not repeats_reward(run.evaluations, name):
             title = f"Held-out {name.removeprefix(_PART)}"
             if name == "reward_mean":
                 title = _title("Held-out reward", reward_names(run.recipe)["held_out"])

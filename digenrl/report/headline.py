@@ -6,17 +6,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import isclose
 from statistics import fmean, median
 
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.config.rewards.base import RewardSettings
 from digenrl.config.rewards.judge import COST_PARTS
-from digenrl.run_folder.metric_lines import StepRecord
+from digenrl.run_folder.metric_lines import EvaluationRecord, StepRecord
 from digenrl.run_folder.reading import RunRecord
 
 # The reward of a single step is noisy: the first and the last are means over 1/20 of the steps.
 _ENDS = Fraction(1, 20)
 _MOST_HELD_OUT = 3
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,15 @@ def reward_change(steps: tuple[StepRecord, ...]) -> Change | None:
     return Change(fmean(rewards[:ends]), fmean(rewards[-ends:]))
 
 
+def repeats_reward(rows: Sequence[StepRecord | EvaluationRecord], name: str) -> bool:
+    """Whether a part equals the reward in all rows, as that of a single reward of weight 1 does."""
+    pairs = [(row.values.get(name), row.values.get("reward_mean")) for row in rows]
+    return name != "reward_mean" and all(
+        part == reward or (part is not None and reward is not None and isclose(part, reward, abs_tol=_ROUNDING))
+        for part, reward in pairs
+    )
+
+
 def held_out_changes(run: RunRecord) -> dict[str, Change]:
     """The held-out reward and its sub-parts (`ocr.exact`), in the first and last comparable evaluation."""
     alike = run.comparable_evaluations
@@ -82,6 +93,7 @@ def held_out_changes(run: RunRecord) -> dict[str, Change]:
         return {}
     first, last = alike[0].values, alike[-1].values
     names = [name for name in last if name in first]
+    names = [name for name in names if not repeats_reward((alike[0], alike[-1]), name)]
     chosen = [name for name in names if name == "reward_mean"]
     chosen += [name for name in names if re.fullmatch(r"reward/.+[./].+", name) and not _is_cost(name)]
     return {name: Change(first[name], last[name]) for name in chosen[:_MOST_HELD_OUT]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from digenrl.telemetry.trace import Span, Work
@@ -55,12 +56,12 @@ def styles_in(spans: tuple[Span, ...]) -> tuple[WorkStyle, ...]:
 
 
 def percent(share: float) -> str:
-    """A share in whole percent; only exact values read 0 % or 100 %.
+    """A share in whole percent, halves rounded up, as in the report; only exact values read 0 % or 100 %.
 
-    >>> percent(0.9999), percent(1.0), percent(0.123)
-    ('99 %', '100 %', '12 %')
+    >>> percent(0.9999), percent(1.0), percent(0.123), percent(0.125)
+    ('99 %', '100 %', '12 %', '13 %')
     """
-    rounded = round(100 * share)
+    rounded = math.floor(100 * share + 0.5)
     if rounded == 100 and share < 1:
         rounded = 99
     if rounded == 0 and share > 0:

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from digenrl.cli import app
+from digenrl.commands.support.examples import EXAMPLES
 from digenrl.commands.support.output import print_written
 from digenrl.commands.support.output_folders import new_folder
 from digenrl.config.reading import ConfigError
@@ -25,6 +28,7 @@ from digenrl.worker.checks.preflight import inspect
 PRINTS = """
 import sys
 from pathlib import Path
+from typing import Any
 from digenrl import __main__
 from digenrl.commands.support.output import out
 import digenrl.cli
@@ -180,6 +184,22 @@ def test_commands_replace_no_input_and_without_force_no_file(
     error = CliRunner().invoke(app, command.split()).exception
     assert isinstance(error, ConfigError)
     assert {name: (tmp_path / name).read_bytes() for name in contents} == contents
+
+
+def test_a_missing_argument_or_option_is_answered_with_an_example() -> None:
+    for name, example in EXAMPLES.items():
+        words = example.removeprefix("digenrl ").split()
+        given = words[: words.index(name) + 1]
+        refused = CliRunner().invoke(app, given)
+        assert refused.exit_code == 2 and example in refused.stderr
+    assert EXAMPLES["export"] in CliRunner().invoke(app, ["export", "runs/demo-1"]).stderr
+    assert EXAMPLES["plan"] in CliRunner().invoke(app, ["plan", "demo"]).stderr
+
+
+def test_every_command_with_required_arguments_has_an_example() -> None:
+    root: Any = get_command(app)
+    commands = root.commands | root.commands["reward"].commands
+    assert {name for name, each in commands.items() if any(p.required for p in each.params)} == set(EXAMPLES)
 
 
 def test_the_ladder_has_the_search_budget_that_was_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -279,11 +279,23 @@ def test_every_metric_is_shown_in_one_chart(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     (reward,) = curves.reward_charts(run)
     assert (reward.x, reward.series[0].y, reward.series[0].spread) == ((0, 1), (0.25, 0.5), (0.1, 0.1))
-    assert [chart.title for chart in curves.part_charts(run)] == ["ocr"]
+    assert curves.part_charts(run) == ()  # equals the reward
     assert [chart.title for chart in curves.held_out_charts(run)] == ["Held-out reward", "Held-out ocr.exact"]
     health = [chart.title for chart in curves.health_charts(run)]
     assert health == ["Samples per second", "Gradient norm", "Shares of samples"]
     assert [chart.title for chart in curves.other_charts(run)] == ["my_own_metric"]
+
+
+def test_parts_that_equal_the_reward_have_no_chart_and_no_tile(tmp_path: Path) -> None:
+    first, second = metrics_rows()
+    steps = [
+        {**row, "reward/ocr.similarity": row["reward_mean"] + 1e-12, "reward/ocr": 0.1} for row in (first, second)
+    ]
+    evaluations = [{**row, "reward/ocr.similarity": row["reward_mean"]} for row in evaluation_rows()]
+    run = read_run(write_run(tmp_path / "run", metrics=steps, evaluations=evaluations))
+    assert [chart.title for chart in curves.part_charts(run)] == ["ocr"]
+    assert [chart.title for chart in curves.held_out_charts(run)] == ["Held-out reward", "Held-out ocr.exact"]
+    assert set(headline.held_out_changes(run)) == {"reward_mean", "reward/ocr.exact"}
 
 
 def test_a_metric_that_a_step_lacks_is_a_gap(tmp_path: Path) -> None:

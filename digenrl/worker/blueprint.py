@@ -124,11 +124,10 @@ def read_blueprint(recipe: Recipe, trains: bool = True) -> Blueprint:
         raise ConfigError(
             f"model.negative_prompt: {family.name} has embedded guidance and takes none; leave it out"
         )
-    if recipe.sample.source_size == "area" and "image_to_video" in family.tasks:
-        raise ConfigError(
-            f"sample.source_size: area, but source images of {family.name} are frames of the sample, and have its "
-            "size; set it to crop"
-        )
+    if recipe.sample.source_size == "area" and "image_edit" not in family.tasks:
+        are_frames = "source images of {} are frames of the sample, and have its size"
+        why = are_frames if "image_to_video" in family.tasks else "{} takes no source images"
+        raise ConfigError(f"sample.source_size: area, but {why.format(family.name)}; set it to crop")
     family.check_text_tokens(recipe.model.text_tokens)
     own_shift = None if recipe.evaluation is None else recipe.evaluation.shift
     for key, shift in (("sample.shift", recipe.sample.shift), ("evaluation.shift", own_shift)):
@@ -139,6 +138,7 @@ def read_blueprint(recipe: Recipe, trains: bool = True) -> Blueprint:
     else:
         with naming_families(family):
             check_source(family.pipeline_class, source_of(recipe))
+    _check_revision(recipe)
     algorithm, window = _training(recipe, family) if trains else (build_algorithm("flow_grpo"), AllSteps())
     if recipe.training.lora is None and recipe.model.dtype != "float32":
         raise ConfigError(
@@ -159,6 +159,15 @@ def read_blueprint(recipe: Recipe, trains: bool = True) -> Blueprint:
         held_out_size=held_out_size,
         held_out_guidance=guidance if own_guidance is None else own_guidance,
     )
+
+
+def _check_revision(recipe: Recipe) -> None:
+    """Raises ConfigError for a revision of a pipeline that is not on the hub."""
+    model = recipe.model
+    where = model.base_source or source_of(recipe).location
+    if model.revision is not None and (model.random or ModelSource(where).kind == "folder"):
+        why = f"{model.revision}, but {model.base_source or model.source} is not on the hub, which has revisions"
+        raise ConfigError(f"model.revision: {why}; leave it out", "model.revision")
 
 
 def _training(recipe: Recipe, family: Family) -> tuple[Objective, Window]:

@@ -40,6 +40,13 @@ def test_samples_of_a_group_share_their_noise_as_the_recipe_or_else_the_algorith
     assert blueprint.same_initial_noise is shared
 
 
+@pytest.mark.parametrize("override", ["model.source=demo", "model.source=random"])
+def test_a_model_that_is_not_on_the_hub_has_no_revision(override):
+    with pytest.raises(ConfigError) as caught:
+        blueprint_of(override, "model.revision=main")
+    assert caught.value.where == "model.revision"
+
+
 def test_a_rollout_starts_from_the_shared_noise_and_ends_with_noise(model_and_row):
     model, row = model_and_row
     overrides = ("algorithm={name: flow_grpo}", "sample.same_initial_noise=true", "sample.last_step_noise=true")

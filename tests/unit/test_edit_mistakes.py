@@ -72,6 +72,7 @@ def folder(tmp_path: Path) -> Path:
         ),
         ("sd3_one_gpu", "cats.txt", "sample.width=500", r"sample: .*multiples of 16, got 512 x 500"),
         ("flux_kontext_one_gpu", "one.jsonl", "sample.source_size=fit", r"sample\.source_size.*'crop' or 'area'"),
+        ("demo", "one.jsonl", "sample.source_size=area", r"sample\.source_size: area.*sd3.* crop"),
         ("wan_i2v_one_gpu", "one.jsonl", "sample.source_size=area", r"sample\.source_size: area.*wan_i2v.* crop"),
     ],
 )

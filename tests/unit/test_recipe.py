@@ -211,6 +211,23 @@ def test_settings_of_another_mode_are_refused(mode: str, key: str, value: object
     assert caught.value.where == where
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "where"),
+    [
+        ("techniques", {"gap": False, "assist": "both"}, "techniques.gap"),
+        ("training.links", "auto", "training.links"),
+        ("training.links", {"deadline_s": 5}, "training.links"),
+    ],
+)
+def test_settings_without_those_that_they_need_are_refused(key: str, value: object, where: str) -> None:
+    assert error_of(key, value).where == where
+
+
+def test_without_help_neither_generators_nor_complete_groups_matter() -> None:
+    techniques = {"gap": False, "tag": "none", "assist": "both"}
+    assert not parse_model(Recipe, with_value("techniques", techniques)).shares_work
+
+
 def test_a_reward_of_groups_needs_slices_of_whole_groups_and_is_not_for_evaluations() -> None:
     grouped = {**SMALLEST, "rewards": {"name": "my.module:rank", "scores": "groups"}}
     for size in ("auto", 2):

@@ -37,7 +37,7 @@ from digenrl.config.recipes.conflicts import check_mode
 from digenrl.config.recipes.paths import RANDOM
 from digenrl.config.recipes.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.recipes.topology import TOPOLOGIES, Mode, Topology
-from digenrl.config.recipes.training import PublishSettings, TrainerSettings
+from digenrl.config.recipes.training import PublishSettings, StageLinkSettings, TrainerSettings
 from digenrl.config.recipes.windows import Window, read_window
 from digenrl.config.rewards.base import RewardSettings
 from digenrl.config.rewards.table import PreferenceSettings, Rewards
@@ -510,6 +510,9 @@ class Recipe(Frozen):
     def _check_stages(self) -> None:
         """Raises ConfigError if the trainer's ranks cannot be the stages of a model."""
         stages, where = self.training.stages, "training.stages"
+        if stages is None and self.training.links != StageLinkSettings():
+            why = "links are those between the stages of a model, and training.stages is not set"
+            raise _conflict("training.links", f"{why}; set that, or leave links out")
         if stages is None:
             return
         count, ranks = len(stages) if stages != "auto" else None, self.lanes.ranks
@@ -614,6 +617,9 @@ class Recipe(Frozen):
         if self.lanes.ranks > 1:
             why = f"both, where every card trains alone, but lanes.ranks is {self.lanes.ranks}"
             raise _conflict("techniques.assist", f"{why}; set it to 1 and add the other cards to lanes.generators")
+        if self.shares_work and not self.techniques.gap:
+            why = "off, but with techniques.assist=both groups are trained as they complete"
+            raise _conflict("techniques.gap", f"{why}; leave it out, or set techniques.assist to trainer")
         if ":" not in self.algorithm.name:  # the settings of others are read where something is trained
             self.check_shared_gradients()
 

@@ -117,10 +117,10 @@ def generate_pixels(
 
     `denoising` and `decoding` limit the number of rows processed at once.
     """
-    conditioning = conditioning.to(model.device)
 
     def denoise(rows: slice) -> Tensor:
-        return _denoise(model, conditioning.rows(rows), plans[rows], samples[rows], settings)
+        own = model.compact(conditioning.rows(rows)).to(model.device)
+        return _denoise(model, own, plans[rows], samples[rows], settings)
 
     parts = (denoising or RowLimit(doing="denoising")).run(len(samples), denoise)
     return _decode(model, _concatenated(parts), plans[0].size, decoding)

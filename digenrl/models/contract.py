@@ -267,6 +267,7 @@ class DiffusionModel(ABC):
         """v of every row, in fp32 (fp64 for an fp64 model), with the guidance of the family's diffusers pipeline.
 
         Rows are independent and may have different timesteps. `timesteps_B` are entries of `Schedule.timesteps`.
+        Attention is masked if the conditioning has masks, of which `compact` drops those that mask nothing.
         A guidance of 1 or less disables classifier-free guidance (one branch, no negative rows needed).
         """
 

@@ -185,15 +185,13 @@ class PipelineModel(DiffusionModel):
 
         Samples of one prompt then run without padding and without a mask, as in the diffusers pipeline.
         """
-        if self.text_mask is None:
-            return conditioning
-        negative = conditioning.negative
+        negative = None if conditioning.negative is None else self.compact_text(conditioning.negative)
+        return replace(conditioning, positive=self.compact_text(conditioning.positive), negative=negative)
+
+    def compact_text(self, text: Text) -> Text:
+        """One side of `compact`."""
         least = 1 if self.exchange is None else self.exchange.ranks  # every rank has a token of the text
-        return replace(
-            conditioning,
-            positive=without_padding(conditioning.positive, self.text_mask, least),
-            negative=None if negative is None else without_padding(negative, self.text_mask, least),
-        )
+        return text if self.text_mask is None else without_padding(text, self.text_mask, least)
 
     def shortened_prompt(self, row: Conditioning) -> Conditioning:
         mask_1T = None if self.text_mask is None else row.positive[self.text_mask]
@@ -267,8 +265,7 @@ class PipelineModel(DiffusionModel):
         size: SampleSize,
     ) -> Tensor:
         """Uses the attention kernels of rollouts, and CUDA graphs for small batches without a mask."""
-        conditioning = self.compact(conditioning)
-        masked = self.text_mask is not None and conditioning.positive[self.text_mask] is not None
+        masked = self._masks_text(conditioning)
         if self._graphed is None:  # created late, after adapters have been added
             self._graphed = GraphedForwards(self)
         # Neither collectives nor a choice of experts are captured.
@@ -276,6 +273,11 @@ class PipelineModel(DiffusionModel):
         velocity = self._graphed.velocity if captures else self.velocity
         with self._attention_switch.rollout(masked=masked):
             return velocity(latents_BL, timesteps_B, conditioning, guidance, size)
+
+    def _masks_text(self, conditioning: Conditioning) -> bool:
+        """Whether a text of either branch is padded."""
+        sides = (conditioning.positive, conditioning.negative or {})
+        return self.text_mask is not None and any(side.get(self.text_mask) is not None for side in sides)
 
     def decode_in_tiles(self) -> bool:
         if getattr(self.vae, "use_tiling", True):  # a VAE without this attribute has no tiling
@@ -379,7 +381,6 @@ class TwoBranchModel(PipelineModel):
         guidance: float,
         size: SampleSize,
     ) -> Tensor:
-        conditioning = self.compact(conditioning)
         branch = partial(self.branch, latents_BL, timesteps_B, images=conditioning.images, size=size)
         conditional_BL = branch(conditioning.positive)
         if guidance <= 1:

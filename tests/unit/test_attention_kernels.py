@@ -185,7 +185,7 @@ def forward(model: DiffusionModel, rows: Conditioning, *, rollout: bool) -> Tens
     latents_BL = model.initial_latents(noise_B, size)
     velocity = model.rollout_velocity if rollout else model.velocity
     with torch.no_grad():
-        return velocity(latents_BL, torch.full((len(rows),), 500.0), rows, 6.0, size)
+        return velocity(latents_BL, torch.full((len(rows),), 500.0), model.compact(rows), 6.0, size)
 
 
 def test_a_recorded_forward_has_the_calls_and_masks_that_the_model_makes(model: DiffusionModel) -> None:
@@ -224,13 +224,21 @@ def test_a_prompt_with_quoted_text_runs_unmasked_with_every_kernel_in_rollouts_a
     kernel: Kernel, prompt: str
 ) -> None:
     model = tiny_model("hunyuan_video_1_5")
-    rows = model.compact(model.encode([prompt]).repeated(2))
+    rows = model.encode([prompt]).repeated(2)
     expected = forward(model, rows, rollout=False)
     model.use_attention(kernel)
     rollout, replay = (forward(model, rows, rollout=rollout) for rollout in (True, False))
     assert torch.equal(rollout, replay) and torch.allclose(replay, expected, atol=1e-5)
     calls = record_forward(lambda: forward(model, rows, rollout=False)).attention
     assert max(calls, key=lambda call: call.queries).mask is None
+
+
+def test_a_rollout_whose_negative_prompts_alone_are_padded_is_masked() -> None:
+    model = tiny_model("hunyuan_video_1_5")
+    rows = model.encode(["a cat", "a cat"], ["ugly", "a very ugly picture of a dog"])
+    expected = forward(model, rows, rollout=True)
+    model.use_attention("flash")  # which takes no mask
+    assert torch.allclose(forward(model, rows, rollout=True), expected, atol=1e-5)
 
 
 def test_every_kernel_but_torchs_own_choice_is_a_candidate() -> None:

@@ -76,7 +76,7 @@ def scored_again(model: DiffusionModel, row: Conditioning, trajectories: list[Tr
     plan = trajectories[0].plan
     times = StepTimes.of_rows([(t.plan.schedule, t.plan.kept_steps[k]) for t in trajectories])
     latents_BL = torch.stack([t.latents_KL[k] for t in trajectories])
-    conditioning = row.repeated(len(trajectories))
+    conditioning = model.compact(row).repeated(len(trajectories))
     velocity_BL = model.velocity(latents_BL, times.timestep_B, conditioning, plan.guidance, plan.size)
     next_latents_BL = torch.stack([t.next_latents_KL[k] for t in trajectories])
     return stochastic_step(latents_BL, velocity_BL, times, plan.noise, next_latents_BL=next_latents_BL).log_prob_B

@@ -63,7 +63,7 @@ def compare_with_diffusers(
     noise_B = torch.randn(1, *model.noise_shape(size), generator=generator)
     start_BL = model.initial_latents(noise_B, size)
     row = encode_prompt(blueprint, model, prompt, _probe_images(blueprint, model), held_out=False)
-    conditioning = row.to(model.device)
+    conditioning = model.compact(row).to(model.device)
     schedule = model.schedule(steps, size)
     latents_BL = start_BL * schedule.noise_scale
     for index, time in enumerate(schedule.timesteps):

@@ -95,7 +95,7 @@ class HunyuanVideoModel(HunyuanModel):
     ) -> Tensor:
         """One forward: guidance, including 1 or less, is an input of the transformer."""
         latents_BL = latents_BL.to(self.dtype)
-        text = text_like(self.compact(conditioning).positive, latents_BL)
+        text = text_like(conditioning.positive, latents_BL)
         self._attention.masked = text[self.text_mask] is not None
         if not self._attention.masked:  # the transformer requires a mask all the same
             text_BTD = text["encoder_hidden_states"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch.nn.functional import pad
 
 from digenrl.config.reading import ConfigError
 from digenrl.models.blocks import repeated_blocks
-from digenrl.models.contract import Conditioning, SampleSize, Text
+from digenrl.models.contract import SampleSize, Text
 from digenrl.models.families.parts.comfyui_layers import HUNYUAN_VIDEO_1_5_LAYERS
 from digenrl.models.families.parts.helpers import text_like
 from digenrl.models.families.parts.hunyuan import HunyuanModel
@@ -74,16 +73,13 @@ class HunyuanVideo15Model(TwoBranchModel, HunyuanModel):
         mask = arguments["attention_mask"]
         return [(arguments["encoder_hidden_states"], 1), *([] if mask is None else [(mask, 1)])]
 
-    def compact(self, conditioning: Conditioning) -> Conditioning:
+    def compact_text(self, text: Text) -> Text:
         """As of all families, and without the places of glyphs if there are none."""
-
-        def side(text: Text) -> Text:
-            glyphs_BT1 = text.get(GLYPHS)
-            return text if glyphs_BT1 is None or bool(glyphs_BT1.any()) else {**text, GLYPHS: None}
-
-        cut = super().compact(conditioning)
-        negative = None if cut.negative is None else side(cut.negative)
-        return replace(cut, positive=side(cut.positive), negative=negative)
+        cut = super().compact_text(text)
+        glyphs_BT1 = cut.get(GLYPHS)
+        if glyphs_BT1 is None or text[self.text_mask] is None or bool(glyphs_BT1.any()):  # None: it is compact
+            return cut
+        return {**cut, GLYPHS: None}
 
     def encode_side(self, prompts: list[str]) -> Text:
         device = self.text_device()

@@ -10,11 +10,12 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from digenrl.config.reading import read_mapping
-from digenrl.config.recipes.files import NOT_IN_FINGERPRINT, read_recipe, shipped_recipes
+from digenrl.config.recipes.files import NOT_IN_FINGERPRINT, SHIPPED, read_recipe, shipped_recipes
 from digenrl.config.recipes.recipe import EvaluationSettings, Recipe
 from digenrl.models.registry import find_family
 from digenrl.telemetry.writing import write_atomically
@@ -122,6 +123,7 @@ def tables() -> dict[str, str]:
     """The generated tables of recipes.md, by their names."""
     runs, derived = published_runs(), derived_recipes()
     return {
+        "recipes for one GPU": _one_gpu_table(),
         "shipped recipes": _shipped_table(runs, derived),
         "recipes against sources": _sources_table(runs),
         "deviations": _deviations_table(runs),
@@ -199,6 +201,21 @@ def _comparable(key: str, ours: Any, published: Any) -> Any:
         return ours
     known = {name for reward in published for name in reward}
     return [{name: value for name, value in reward.items() if name in known} for reward in ours]
+
+
+def _one_gpu_table() -> str:
+    """The recipes for one GPU, by its memory, which their first comment has, and by what the model does."""
+    cells: dict[int, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in shipped_recipes():
+        lines = (SHIPPED / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
+        comment = " ".join(line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), lines))
+        memory = re.search(r"(?:intended for|on one GPU with) (\d+) GB", comment)
+        if memory is not None:
+            task = find_family(shipped_recipe(name).model.family).tasks[0]
+            cells[int(memory[1])][task].append(f"`{name}`")
+    tasks = list(dict.fromkeys(task for row in cells.values() for task in row))
+    rows = [[f"{size} GB", *(", ".join(cells[size][task]) for task in tasks)] for size in sorted(cells)]
+    return _table(["one GPU with", *(task.replace("_", " ") for task in tasks)], rows)
 
 
 def _shipped_table(runs: Mapping[str, PublishedRun], derived: Mapping[str, Derived]) -> str:

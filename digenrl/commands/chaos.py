@@ -69,12 +69,16 @@ def _show(campaign: Campaign, result: CampaignResult) -> None:
         table.add_row(kind, KINDS[kind].what, str(result.struck[kind]))
     table.add_row("two at once", "seeds in which two faults strike at one instant", str(result.at_once))
     out.print(table)
-    out.print(
-        f"{result.seeds} seeds, {result.decisions} decisions, {sum(result.struck.values())} faults, "
-        f"{result.quarantined} groups quarantined, {result.hedged} slices hedged, {result.resumed} runs resumed: "
-        f"{len(result.failures)} failed",
-        highlight=False,
-    )
+    counts = {
+        "seed{}": result.seeds,
+        "decision{}": result.decisions,
+        "fault{}": sum(result.struck.values()),
+        "group{} quarantined": result.quarantined,
+        "slice{} hedged": result.hedged,
+        "run{} resumed": result.resumed,
+    }
+    words = ", ".join(f"{count} {what.format('' if count == 1 else 's')}" for what, count in counts.items())
+    out.print(f"{words}: {len(result.failures)} failed", highlight=False)
     for failure in result.failures[:FAILURES_SHOWN]:
         out.print(f"\nseed {failure.seed}: {failure.error}", style="red", highlight=False)
         for fault in failure.faults or ("no fault is needed",):

@@ -14,6 +14,7 @@ from recipe_tables import (
     published_page,
     published_runs,
     shipped_recipe,
+    tables,
     with_tables,
     without_counterpart,
 )
@@ -90,3 +91,10 @@ def test_the_generated_tables_are_up_to_date() -> None:
     page = RECIPES_PAGE.read_text(encoding="utf-8")
     assert page == with_tables(page), "run `make docs`"
     assert PUBLISHED_PAGE.read_text(encoding="utf-8") == published_page(), "run `make docs`"
+
+
+def test_every_recipe_for_one_gpu_is_listed_by_the_memory_of_its_gpu() -> None:
+    table = tables()["recipes for one GPU"]
+    names = [name for name in shipped_recipes() if name.endswith(("_24gb", "_one_gpu"))]
+    assert sorted(re.findall("`(.+?)`", table)) == sorted(names)
+    assert "| 24 GB | `flux_24gb`, " in table

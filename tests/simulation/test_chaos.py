@@ -107,6 +107,7 @@ def test_the_documentation_lists_every_kind_of_fault() -> None:
 
 
 def test_the_command_prints_what_was_injected() -> None:
+    assert "\n1 seed, " in CliRunner().invoke(app, ["simulate", "--chaos", "1"]).stdout
     result = CliRunner().invoke(app, ["simulate", "--chaos", "5", "--faults", "crash,slow"])
     assert result.exit_code == 0 and "crash" in result.output and "5 seeds" in result.output
     assert "reward_nan" not in result.output

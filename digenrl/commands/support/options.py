@@ -161,7 +161,7 @@ SampleFolder = Annotated[
     Path | None,
     typer.Option("--out", metavar="DIR", help="A new folder; by default a numbered one in RUN/sampled."),
 ]
-DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if available.")]
+DeviceName = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; by default cuda if available.")]
 
 # export
 ExportFormat = Annotated[

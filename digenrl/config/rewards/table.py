@@ -28,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 
+from digenrl.config.devices import DeviceOrAuto
 from digenrl.config.limits import Text
 from digenrl.config.reading import ConfigError, errors_in, nearest, parse_model
 from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings
@@ -140,7 +141,7 @@ class ImagenetSettings(FrameRewardSettings):
     classes: tuple[int, ...] | None = Field(
         default=None, description="names or indices, of which any is right, if a prompt's metadata does not say"
     )
-    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
+    device: DeviceOrAuto = Field(default="auto", description="a torch device; auto: cuda if available")
     batch_size: PositiveInt = Field(default=32, description="images in one forward")
 
     @field_validator("classes", mode="before")

@@ -222,7 +222,9 @@ KeyFile = Annotated[
 ]
 EnvironmentFolder = Annotated[
     Path | None,
-    typer.Option("--env", metavar="DIR", help="Serve in this virtual environment; build it if it is not there."),
+    typer.Option(
+        "--env", metavar="DIR", help="Serve in this virtual environment; create it if it does not exist."
+    ),
 ]
 InheritPackages = Annotated[
     bool,

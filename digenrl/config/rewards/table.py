@@ -173,7 +173,7 @@ class FunctionSettings(RewardSettings):
     name: Literal["function"] = "function"
     target: str = Field(description="package.module:function or package.module:Class")
     arguments: dict[str, Any] = Field(default={}, description="keyword arguments of the function or class")
-    isolated: bool = Field(default=False, description="run it in a process of its own, with the limits below")
+    isolated: bool = Field(default=False, description="run it in a separate process, with the limits below")
     timeout_s: PositiveFloat = Field(default=120.0, description="for one batch; only with `isolated`")
     memory_gb: PositiveFloat | None = Field(default=None, description="of its process; only with `isolated`")
     scores: Literal["samples", "groups"] = Field(
@@ -196,7 +196,7 @@ class FunctionSettings(RewardSettings):
         limits = {"timeout_s": self.timeout_s, "memory_gb": self.memory_gb}
         for name, limit in limits.items():
             if not self.isolated and limit != type(self).model_fields[name].default:
-                raise ValueError(f"{name} = {limit:g} limits a process of its own; set isolated: true")
+                raise ValueError(f"{name} = {limit:g} applies only to isolated rewards; set isolated: true")
         return self
 
     @property

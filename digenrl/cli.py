@@ -445,7 +445,7 @@ def serve_reward_command(
 ) -> None:
     """Serve rewards over HTTP.
 
-    Scoring can then run on other machines, or with --env in an environment of its own.
+    Scoring can then run on other machines, or with --env in a separate environment.
     """
     from digenrl.config.rewards.table import parse_rewards
 

@@ -81,7 +81,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Whom faults can hit in a world, and over which times."""
+    """The possible targets of faults in a world, and the time range."""
 
     generators: Sequence[str]
     rewards: Sequence[str]

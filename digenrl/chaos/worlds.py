@@ -96,7 +96,7 @@ def draw_world(seed: int, kinds: Sequence[str] = EVERY_KIND, large: bool = False
 
 
 def targets_of(world: World, most: int) -> Targets:
-    """Whom faults can hit, and when."""
+    """The possible targets of faults in a world, and the time range."""
     workers, batch = world.workers, world.recipe.batch
     names = [each.name for each in workers.generators]
     slices = batch.prompts * batch.samples_per_prompt / world.slice_size

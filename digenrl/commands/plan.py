@@ -150,7 +150,7 @@ def search_plans(
 def facts_for(recipe: Recipe, cluster: Cluster) -> ModelFacts | None:
     """The catalogue's facts of the recipe's model; else facts derived from its layers if some pool needs them.
 
-    If the recipe has LoRA targets of its own, the catalogue's facts are adjusted for them. Raises ConfigError if
+    If the recipe has custom LoRA targets, the catalogue's facts are adjusted for them. Raises ConfigError if
     layers must be counted, nothing was measured, and torch is not installed.
     """
     entry = catalogue_model(recipe)

@@ -6,7 +6,6 @@ Shape legend: B = samples, F = frames, C = 3 colours, H, W = height and width.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -22,7 +21,8 @@ from digenrl.commands.support.checkpoints import UNTRAINED, find_checkpoint
 from digenrl.commands.support.diffusers_snippet import diffusers_snippet
 from digenrl.commands.support.output import out, print_written
 from digenrl.commands.support.output_folders import new_folder, written_files
-from digenrl.config.reading import ConfigError, parse_model
+from digenrl.config.devices import check_device
+from digenrl.config.reading import ConfigError, errors_about, parse_model
 from digenrl.config.recipes.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.recipes.recipe import EvaluationSettings, Recipe
 from digenrl.generation.encoding import encode_prompts
@@ -41,8 +41,6 @@ from digenrl.worker.clips import clip_suffix, write_clip
 from digenrl.worker.encoding import encode_prompt, source_images
 from digenrl.worker.pictures import as_image
 from digenrl.worker.rollouts import held_out_pixels
-
-DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 Weights = Literal["untrained", "trained", "moving average"]
 ReportProgress = Callable[[int, int], None]  # samples done, and samples in all
@@ -217,10 +215,10 @@ def _with_evaluation(recipe: Recipe, request: SampleRequest) -> Recipe:
 
 def find_device(name: str | None) -> str:
     """The device of this name; by default cuda if available. Raises ConfigError if there is no such device."""
-    if name is None:
+    if name is None or name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if DEVICE.fullmatch(name) is None:
-        raise ConfigError(f"--device: unknown '{name}'; known: cpu, cuda, or one of several as cuda:1")
+    with errors_about("--device"):
+        check_device(name)
     if name != "cpu" and int(name.partition(":")[2] or 0) >= torch.cuda.device_count():
         raise ConfigError(
             f"--device: {name}, but this machine has {torch.cuda.device_count()} CUDA devices; use cpu"

@@ -159,7 +159,7 @@ def _set_checkpoints_aside(folder: RunFolder, tell: Callable[[str], None]) -> No
 
 
 def _check_may_start_over(folder: RunFolder, restart: bool, tell: Callable[[str], None]) -> None:
-    """Raises ConfigError if steps would be lost that nobody asked to discard."""
+    """Raises ConfigError if completed steps would be discarded without --restart."""
     if not restart and folder.metrics.is_file() and folder.metrics.stat().st_size:
         raise ConfigError(
             f"{folder.path}: steps are done (see {folder.metrics.name}), but {folder.checkpoints} has no "

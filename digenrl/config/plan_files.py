@@ -77,7 +77,7 @@ def overrides_of(plan: PlanFile, given: Sequence[str]) -> list[str]:
 
 
 def replaced_by(plan: PlanFile, given: Sequence[str]) -> list[str]:
-    """Those of the user's overrides for which the plan has values of its own."""
+    """Those of the user's overrides that replace values of the plan."""
     return [text for text in given if text.partition("=")[0].strip() in _planned(plan)]
 
 

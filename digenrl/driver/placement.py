@@ -68,9 +68,8 @@ def place(
 def _check_device(name: str, device: str, machine: Machine) -> None:
     known = ["cpu", *(f"cuda:{index}" for index in range(machine.cuda_devices))]
     if device not in known and not (device == "cuda" and machine.cuda_devices):
-        raise ConfigError(
-            f"lanes: {name} is placed on '{device}', but this machine has {', '.join(known)}; choose from these"
-        )
+        has = f"this machine has only: {', '.join(known)}"
+        raise ConfigError(f"lanes: {name} is assigned to '{device}', but {has}; choose one of these")
 
 
 def _trainer_device(recipe: Recipe, machine: Machine) -> str:

@@ -1,7 +1,7 @@
 """DeQA-Score: the perceived quality of an image, by mPLUG-Owl2 (https://github.com/zhiyuanyou/DeQA-Score).
 
 The model's code is in its repository on the hub and runs here, at a pinned commit. It needs an old transformers:
-serve this reward in an environment of its own.
+serve this reward in a separate environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """HPSv3: a human preference score by Qwen2-VL, run by the authors' package (https://github.com/MizzenAI/HPSv3).
 
-The package holds the prompt and the model's head, and needs an old transformers: serve this reward in an
-environment of its own.
+The package holds the prompt and the model's head, and needs an old transformers: serve this reward in a
+separate environment.
 """
 
 from __future__ import annotations

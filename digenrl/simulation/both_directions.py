@@ -1,7 +1,7 @@
 """What a SPEC with `assist: both` runs: its lanes share work by a rule, or it runs a simpler schedule.
 
-`greedy` takes whatever there is, generating first. `search` takes the best rule that the search finds. `auto` also
-compares it with colocated cards, with no help at all, and with a trainer that helps alone.
+`greedy` takes any available work, generating first. `search` takes the best rule that the search finds. `auto`
+also compares it with colocated cards, with no help at all, and with a trainer that helps alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The ladder: the same work colocated, disaggregated naively, and with one technique after another.
 
-If generators can train, there are two more rungs: colocated as good as it gets, and cards that do both.
+If generators can train, there are two more rungs: an idealized colocated run (packed, with free switches), and
+cards that do both.
 """
 
 from __future__ import annotations

@@ -403,7 +403,7 @@ def test_a_damaged_checkpoint_is_refused_and_leaves_no_folder_behind(run: Path, 
         (("--prompt", "a cat", "--prompts", "p.txt"), "--prompt and --prompts"),
         (("--prompts", "p.csv"), "--prompts: p.csv"),
         (("--prompts", "nowhere.txt"), "nowhere.txt"),
-        (("--device", "gpu"), "--device: unknown 'gpu'"),
+        (("--device", "gpu"), "--device: unknown device 'gpu'"),
         (("--device", "cuda:99"), "--device: cuda:99"),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_generator_of_several_cards_gets_consecutive_ones() -> None:
     assert [each.cores for each in workers_on(CPU, **lanes, threads=1).generators] == [(2, 3), (4, 5)]
     assert "of 2 cards each and 2 trainer ranks need 6 CUDA devices" in complaint(CARDS, **lanes)
     message = complaint(CARDS, generators=("cuda:3",), cards_per_generator=2)
-    assert "card 1 of generator 0 is placed on 'cuda:4'" in message
+    assert "card 1 of generator 0" in message and "'cuda:4'" in message
 
 
 def test_devices_can_be_named() -> None:
@@ -160,11 +160,11 @@ def test_more_lanes_than_cards_are_refused_with_a_way_out() -> None:
 
 def test_devices_that_are_not_there_are_refused() -> None:
     assert complaint(CPU, device="cuda").startswith("lanes.device: cuda, but no CUDA device is here")
-    message = complaint(CARDS, generators=("cuda:1", "cuda:4"))
-    assert message == (
-        "lanes: generator-1 is placed on 'cuda:4', but this machine has cpu, cuda:0, cuda:1, cuda:2, cuda:3; "
-        "choose from these"
-    )
-    assert "trainer is placed on 'gpu'" in complaint(CARDS, trainer="gpu")
-    assert "encoder is placed on 'cuda'" in complaint(CPU, encoder="cuda")
-    assert "reward-0 is placed on 'tpu:0'" in complaint(CPU, rewards=("tpu:0",))
+    for machine, lanes, nouns in (
+        (CARDS, {"generators": ("cuda:1", "cuda:4")}, ("generator-1", "'cuda:4'", "cuda:3")),
+        (CARDS, {"trainer": "cuda:4"}, ("trainer", "'cuda:4'")),
+        (CPU, {"encoder": "cuda"}, ("encoder", "'cuda'")),
+        (CPU, {"rewards": ("cuda:0",)}, ("reward-0", "'cuda:0'")),
+    ):
+        message = complaint(machine, **lanes)
+        assert all(noun in message for noun in nouns), message

@@ -311,7 +311,7 @@ def test_a_token_is_refused_and_not_repeated(recipe_file: Path) -> None:
 AWKWARD = {
     "name": "1e5",
     "model": {"family": "sd3", "source": "off", "negative_prompt": "a ${seed} and \\${seed}: null"},
-    "lanes": {"generators": ["cuda:0", "yes"], "trainer": "123"},
+    "lanes": {"generators": ["cuda:0", "cpu"], "exchange": "123"},
     "logging": {"wandb": "null"},
     "evaluation": {"prompts": {"path": "/some where/é.txt"}},
 }

@@ -169,7 +169,7 @@ SampleFolder = Annotated[
     Path | None,
     typer.Option("--out", metavar="DIR", help="A new folder; by default a numbered one in RUN/sampled."),
 ]
-DeviceName = Annotated[str | None, typer.Option(help="cpu or cuda; by default cuda if available.")]
+DeviceName = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; by default cuda if available.")]
 
 # export
 ExportFormat = Annotated[
@@ -230,7 +230,9 @@ KeyFile = Annotated[
 ]
 EnvironmentFolder = Annotated[
     Path | None,
-    typer.Option("--env", metavar="DIR", help="Serve in this virtual environment; build it if it is not there."),
+    typer.Option(
+        "--env", metavar="DIR", help="Serve in this virtual environment; create it if it does not exist."
+    ),
 ]
 InheritPackages = Annotated[
     bool,

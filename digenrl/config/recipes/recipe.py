@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
 
 from digenrl.config.algorithms import AlgorithmSettings, read_algorithm_settings
+from digenrl.config.devices import Device, DeviceOrAuto
 from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
 from digenrl.config.limits import (
     DenoisingSteps,
@@ -300,16 +301,18 @@ class LaneSettings(Frozen):
     cards: Lanes = Field(default=1, description="cards that do everything, in mode colocated")
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    trainer: str = "auto"
+    trainer: DeviceOrAuto = "auto"
     ranks: Lanes = 1
     shard_base: bool = Field(
         default=False, description="with LoRA, each of the ranks holds a shard of the frozen weights, not a copy"
     )
     cards_per_replica: Lanes = Field(default=1, description="ranks that train each sample together")
     cards_per_generator: Lanes = Field(default=1, description="cards that generate each sample together")
-    generators: Lanes | tuple[str, ...] = 1
-    rewards: LanesOrNone | tuple[str, ...] = 1
-    encoder: str = Field(default="auto", description="where prompts are encoded; the trainer's device by default")
+    generators: Lanes | tuple[Device, ...] = 1
+    rewards: LanesOrNone | tuple[Device, ...] = 1
+    encoder: DeviceOrAuto = Field(
+        default="auto", description="where prompts are encoded; the trainer's device by default"
+    )
     threads: Lanes | Literal["auto"] = "auto"
     memory_gib: float | None = Field(
         default=None, gt=0, description="most memory of a CUDA card that a worker may reserve; all by default"

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
+from digenrl.config.devices import DeviceOrAuto
 from digenrl.config.limits import Text, Weight
 from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings
 from digenrl.config.rewards.geneval_tasks import Task
@@ -26,7 +27,7 @@ class ModelRewardSettings(FrameRewardSettings):
     needed_packages: ClassVar[tuple[str, ...]] = TRANSFORMERS
 
     model: Text
-    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
+    device: DeviceOrAuto = Field(default="auto", description="a torch device; auto: cuda if available")
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     batch_size: PositiveInt = Field(default=16, description="images in one forward")
 
@@ -74,7 +75,7 @@ class HpsV3Settings(FrameRewardSettings):
     config: Text | None = Field(
         default=None, description="a YAML file instead of the package's, which names the base model"
     )
-    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
+    device: DeviceOrAuto = Field(default="auto", description="a torch device; auto: cuda if available")
     batch_size: PositiveInt = Field(default=8, description="images in one forward")
 
 
@@ -175,5 +176,5 @@ class VideoAlignSettings(RewardSettings):
     vq: Weight = 1.0
     mq: Weight = 1.0
     ta: Weight = 1.0
-    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
+    device: DeviceOrAuto = Field(default="auto", description="a torch device; auto: cuda if available")
     dtype: Literal["float32", "float16", "bfloat16"] = "bfloat16"

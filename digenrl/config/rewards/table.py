@@ -28,6 +28,7 @@ from pydantic import (
     model_validator,
 )
 
+from digenrl.config.devices import DeviceOrAuto
 from digenrl.config.limits import Text
 from digenrl.config.reading import ConfigError, errors_in, nearest, parse_model
 from digenrl.config.rewards.base import FrameRewardSettings, RewardSettings, check_source_image
@@ -140,7 +141,7 @@ class ImagenetSettings(FrameRewardSettings):
     classes: tuple[int, ...] | None = Field(
         default=None, description="names or indices, of which any is right, if a prompt's metadata does not say"
     )
-    device: str = Field(default="auto", description="a torch device; auto: cuda if available")
+    device: DeviceOrAuto = Field(default="auto", description="a torch device; auto: cuda if available")
     batch_size: PositiveInt = Field(default=32, description="images in one forward")
 
     @field_validator("classes", mode="before")
@@ -172,7 +173,7 @@ class FunctionSettings(RewardSettings):
     name: Literal["function"] = "function"
     target: str = Field(description="package.module:function or package.module:Class")
     arguments: dict[str, Any] = Field(default={}, description="keyword arguments of the function or class")
-    isolated: bool = Field(default=False, description="run it in a process of its own, with the limits below")
+    isolated: bool = Field(default=False, description="run it in a separate process, with the limits below")
     timeout_s: PositiveFloat = Field(default=120.0, description="for one batch; only with `isolated`")
     memory_gb: PositiveFloat | None = Field(default=None, description="of its process; only with `isolated`")
     scores: Literal["samples", "groups"] = Field(
@@ -195,7 +196,7 @@ class FunctionSettings(RewardSettings):
         limits = {"timeout_s": self.timeout_s, "memory_gb": self.memory_gb}
         for name, limit in limits.items():
             if not self.isolated and limit != type(self).model_fields[name].default:
-                raise ValueError(f"{name} = {limit:g} limits a process of its own; set isolated: true")
+                raise ValueError(f"{name} = {limit:g} applies only to isolated rewards; set isolated: true")
         return self
 
     @property

@@ -1,4 +1,4 @@
-"""Tries attention kernels in a process of its own, which may crash without harm.
+"""Tries attention kernels in a separate process, which may crash without harm.
 
     python -m digenrl.models.passes.attention_trial CALLS DEVICE KERNEL...
 

@@ -76,7 +76,7 @@ def variables() -> dict[str, str]:
 def _build(folder: Path, wanted: RewardEnvironment, notify: Callable[[str], None]) -> None:
     if folder.exists() and not _is_ours(folder) and any(folder.iterdir()):
         raise ConfigError(f"--env: {folder} is not empty and is not a DigenRL environment; name a new folder")
-    notify(f"building {folder}: {', '.join(wanted.packages) or 'no packages of its own'}")
+    notify(f"building {folder}: {', '.join(wanted.packages) or 'no additional packages'}")
     shutil.rmtree(folder, ignore_errors=True)
     try:
         venv.create(folder, symlinks=True)

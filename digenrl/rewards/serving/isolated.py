@@ -1,4 +1,4 @@
-"""A user's reward in a process of its own: it can hang, crash or use up its memory without harm to the worker.
+"""A user's reward in a separate process: it can hang, crash or use up its memory without harm to the worker.
 
 The process gets pixels and prompts through a pipe and returns numbers; nothing is pickled. It does not inherit
 environment variables that look like secrets. The child's side is `isolated_child`.

@@ -84,3 +84,16 @@ def _add_context(record: logging.LogRecord) -> bool:
     record.worker = _thread_worker.get() or _worker
     record.job = "-" if job is None else f"[{describe(job)}]"
     return True
+
+
+@contextmanager
+def without_hub_warnings() -> Iterator[None]:
+    """Inside, the library of the Hugging Face hub does not log its retries."""
+    from huggingface_hub.utils import logging as hub_logging
+
+    verbosity = hub_logging.get_verbosity()
+    hub_logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(verbosity)

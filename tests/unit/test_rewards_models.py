@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import logging as hub_logging
 from PIL import Image
 from safetensors.torch import save_file
 from tiny_rewards import BLIP_SIDE, head_state, save_clip, save_image_reward, to_open_clip
@@ -21,6 +22,7 @@ from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import as_pil, as_uint8
 from digenrl.rewards.image_reward import preprocessed
 from digenrl.rewards.parts.clip import letterboxed
+from digenrl.rewards.parts.weights import load_pretrained
 from digenrl.worker.checks.preflight import inspect_here
 
 PIXELS = torch.rand(3, 1, 3, 40, 52, generator=torch.Generator().manual_seed(5))
@@ -283,3 +285,20 @@ def test_a_directory_without_the_published_files_is_an_error(blip: Path, clip: P
     (broken / "med_config.json").write_text((blip / "med_config.json").read_text())
     with pytest.raises(ConfigError, match="ImageReward"):
         scores("image_reward", model=str(broken))
+
+
+def test_retries_of_the_hub_are_not_shown(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = hub_logging.get_logger()
+    monkeypatch.setattr(hub, "propagate", True)
+
+    def load(where: str, **options: object) -> None:
+        hub.warning("Retrying in 1s")
+        raise OSError("no connection")
+
+    with pytest.raises(ConfigError, match="no connection"):
+        load_pretrained(load, "owner/name")
+    assert "Retrying" not in caplog.text
+    hub.warning("Retrying in 1s")
+    assert "Retrying" in caplog.text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -12,9 +11,9 @@ from typing import Any
 
 import huggingface_hub
 from huggingface_hub import constants, errors
-from huggingface_hub.utils import logging as hub_logging
 
 from digenrl.config.reading import ConfigError, one_line
+from digenrl.logs import without_hub_warnings
 
 HOW_TO_LOG_IN = "log in with 'hf auth login', or set model.token=env:NAME"
 UNAUTHORIZED = (401, 403)
@@ -78,16 +77,13 @@ class HubRepository:
     @contextmanager
     def _errors(self) -> Iterator[None]:
         """Turns every error of the hub into a ConfigError; warnings about retries are not shown."""
-        verbosity = hub_logging.get_verbosity()
-        hub_logging.set_verbosity(logging.ERROR)
         try:
-            yield
+            with without_hub_warnings():
+                yield
         except ConfigError:
             raise
         except Exception as error:  # errors of the HTTP library have no base class in common with the hub's
             raise self._explained(error) from None
-        finally:
-            hub_logging.set_verbosity(verbosity)
 
     def _explained(self, error: Exception) -> ConfigError:
         if isinstance(error, errors.GatedRepoError):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from digenrl.config.reading import ConfigError, errors_in, one_line
 from digenrl.config.rewards.base import RewardSettings
+from digenrl.logs import without_hub_warnings
 
 Loaded = TypeVar("Loaded")
 HUB_ID_PARTS = 2  # owner/name
@@ -49,7 +50,8 @@ def load_pretrained(load: Callable[..., Loaded], model: str, **options: Any) -> 
     local = is_directory(model)
     where = str(Path(model).expanduser()) if local else model
     try:
-        return load(where, **{"local_files_only": local, "trust_remote_code": False, **options})
+        with without_hub_warnings():
+            return load(where, **{"local_files_only": local, "trust_remote_code": False, **options})
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         what = "cannot be loaded" if local else "no such directory, and as a hub id it cannot be loaded"
         raise ConfigError(f"{model}: {what}: {one_line(error)}") from error
@@ -76,7 +78,8 @@ def find_file(model: str, name: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(model, name))
+        with without_hub_warnings():
+            return Path(hf_hub_download(model, name))
     except OSError as error:
         raise ConfigError(
             f"{model}: no such directory, and the hub does not give {name}: {one_line(error)}"

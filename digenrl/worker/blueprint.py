@@ -19,6 +19,7 @@ from digenrl.config.import_paths import add_to_python_path
 from digenrl.config.reading import ConfigError, errors_about, one_line
 from digenrl.config.recipes.attention import CANDIDATES
 from digenrl.config.recipes.base_precision import UNQUANTIZED
+from digenrl.config.recipes.conflicts import check_shared_gradients
 from digenrl.config.recipes.paths import DEMO_MODELS
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.config.recipes.windows import AllSteps, EulerOnly, Window
@@ -173,7 +174,7 @@ def _check_revision(recipe: Recipe) -> None:
 def _training(recipe: Recipe, family: Family) -> tuple[Objective, Window]:
     """The algorithm and the window; raises ConfigError for settings that do not suit them."""
     algorithm = build_algorithm(recipe.algorithm.name, recipe.algorithm.options)
-    recipe.check_shared_gradients()
+    check_shared_gradients(recipe)
     window = recipe.window
     with errors_about("sample.window"):
         window.check(recipe.sample.denoising_steps)

@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_
 
 from digenrl.config.algorithms import AlgorithmSettings, read_algorithm_settings
 from digenrl.config.devices import Device, DeviceOrAuto
-from digenrl.config.generator_pools import check_pool_slice, check_slice, slice_sizes
+from digenrl.config.generator_pools import check_slice, slice_sizes
 from digenrl.config.limits import (
     DenoisingSteps,
     Frames,
@@ -29,16 +29,16 @@ from digenrl.config.limits import (
     Text,
     check_samples,
 )
-from digenrl.config.reading import ConfigError, Frozen, errors_about
+from digenrl.config.reading import Frozen
 from digenrl.config.recipes.attention import fixed_kernels
 from digenrl.config.recipes.base_precision import UNQUANTIZED, BasePrecision, EncoderPrecision
 from digenrl.config.recipes.cards import cards_as_lanes
 from digenrl.config.recipes.cluster import ClusterSettings
-from digenrl.config.recipes.conflicts import check_mode
+from digenrl.config.recipes.conflicts import check_conflicts
 from digenrl.config.recipes.paths import RANDOM
 from digenrl.config.recipes.prompts import HeldOutPromptSettings, PromptSettings
 from digenrl.config.recipes.topology import TOPOLOGIES, Mode, Topology
-from digenrl.config.recipes.training import PublishSettings, StageLinkSettings, TrainerSettings
+from digenrl.config.recipes.training import PublishSettings, TrainerSettings
 from digenrl.config.recipes.windows import Window, read_window
 from digenrl.config.rewards.base import RewardSettings
 from digenrl.config.rewards.table import PreferenceSettings, Rewards
@@ -436,202 +436,8 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> Recipe:
-        check_mode(self)
-        if self.techniques.assist == "both":
-            self._check_shared_work()
-        if self.model.base != UNQUANTIZED and self.training.lora is None:
-            why = f"{self.model.base}, but without training.lora all weights are trained, and these cannot be"
-            raise _conflict("model.base", f"{why} quantized; add training.lora={{rank: 32}}, or leave it out")
-        if self.sample.precision is not None:
-            self._check_sampler()
-        ranks, techniques = self.lanes.ranks, self.techniques
-        if self.topology.shares_cards and techniques.tcss > 0:
-            why = f"{techniques.tcss} in mode {self.mode}, where generation and training take turns and no sample"
-            raise _conflict("techniques.tcss", f"{why} is stale; set it to 0, or mode to local")
-        if self.topology.one_process and ranks > 1:
-            why = f"{ranks} in mode {self.mode}, which is one process"
-            raise _conflict("lanes.ranks", f"{why}; set it to 1, or mode to local")
-        self._check_shard_base()
-        self._check_stages()
-        self._check_rounded_adapters()
-        if self.shards_model and techniques.tag not in ("none", "auto"):
-            why = f"{techniques.tag}, but with lanes.ranks = {ranks} no rank holds all weights to generate with"
-            divided = "leave out training.stages" if self.training.stages else "set lanes.shard_base to false"
-            whole = "train adapters (training.lora)" if self.sharded else divided
-            raise _conflict("techniques.tag", f"{why}; set it to none, or {whole}")
-        if self.sharded and self.training.offload is True:
-            why = f"true, but the weights are sharded over lanes.ranks = {ranks}, none of which generates"
-            raise _conflict("training.offload", f"{why}; set it to auto")
-        self._check_context_parallelism()
-        if self.evaluation is not None and self.evaluation.weights == "ema" and self.training.ema is None:
-            why = "ema, but the run keeps no moving average; add training.ema={decay: 0.9}, or set it to trained"
-            raise _conflict("evaluation.weights", why)
-        self._check_group_rewards()
-        self._check_video_rewards()
-        self._check_pairs()
-        if self.training.job_samples != "auto":
-            with errors_about("training.job_samples"):
-                check_slice(self.training.job_samples, self.batch.samples_per_prompt)
-        unit = 1 if self.batch.slice == "auto" else self.batch.slice
-        for index, pool in enumerate(self.cluster.generators):
-            if pool.slice is not None:
-                with errors_about(f"cluster.generators[{index}].slice"):
-                    check_pool_slice(pool.slice, unit, self.batch.samples_per_prompt)
+        check_conflicts(self)
         return self
-
-    def _check_sampler(self) -> None:
-        """Raises ConfigError if generators cannot have frozen weights in a format of their own."""
-        where, own = "sample.precision", self.sample.precision
-        if self.training.lora is None:
-            raise _conflict(where, f"{own}, but without training.lora no weights are frozen; leave it out")
-        if self.model.base != UNQUANTIZED:
-            why = f"{own}, which is for training with an unquantized base, but model.base is {self.model.base}"
-            raise _conflict(where, f"{why}; leave one of them out")
-        if self.topology.one_process or self.techniques.assist == "both":
-            which = "in mode colocated" if self.topology.one_process else "with techniques.assist=both"
-            why = f"{own}, but {which} a card trains with the weights that it generates with"
-            raise _conflict(where, f"{why}; set model.base={own} instead")
-        tag = self.techniques.tag
-        if self.techniques.assist != "none" and tag not in ("none", "auto"):
-            why = f"{tag}, but the trainer has no weights in the format that generates (sample.precision: {own})"
-            raise _conflict("techniques.tag", f"{why}; set it to none, or model.base={own} instead")
-
-    def _check_shard_base(self) -> None:
-        """Raises ConfigError if there is no frozen base to shard, or nothing to shard it over."""
-        if not self.lanes.shard_base:
-            return
-        if self.training.lora is None:
-            why = "true, but without training.lora nothing is frozen, and lanes.ranks shards all weights anyway"
-            raise _conflict("lanes.shard_base", f"{why}; leave it out")
-        if self.lanes.ranks == 1:
-            why = "true, but lanes.ranks is 1; set that to the number of cards that hold the base together"
-            raise _conflict("lanes.shard_base", why)
-        if self.model.base != UNQUANTIZED:
-            why = f"true, but model.base is {self.model.base}, and quantized weights cannot be sharded"
-            raise _conflict("lanes.shard_base", f"{why}; leave one of them out")
-
-    def _check_stages(self) -> None:
-        """Raises ConfigError if the trainer's ranks cannot be the stages of a model."""
-        stages, where = self.training.stages, "training.stages"
-        if stages is None and self.training.links != StageLinkSettings():
-            why = "links are those between the stages of a model, and training.stages is not set"
-            raise _conflict("training.links", f"{why}; set that, or leave links out")
-        if stages is None:
-            return
-        count, ranks = len(stages) if stages != "auto" else None, self.lanes.ranks
-        if count is not None and count < 2:
-            raise _conflict(
-                where, f"{_shown(stages)}, but a model has two stages or more; give them, or leave it out"
-            )
-        if ranks == 1 or count not in (None, ranks):
-            wanted = "the number of stages" if count is None else str(count)
-            raise _conflict(where, f"{_shown(stages)}, but lanes.ranks is {ranks}; set that to {wanted}")
-        if self.lanes.shard_base or self.lanes.cards_per_replica > 1:
-            other = "lanes.shard_base" if self.lanes.shard_base else "lanes.cards_per_replica"
-            raise _conflict(where, f"{_shown(stages)} together with {other}; leave one of them out")
-
-    def _check_rounded_adapters(self) -> None:
-        """Raises ConfigError if trainer and generators could not use adapters of different precision."""
-        where, dtype = "publish.dtype", self.publish.dtype
-        if dtype != "bfloat16":
-            return
-        if self.training.lora is None:
-            why = f"{dtype}, which rounds adapters; add training.lora={{rank: 32}}, or leave it out"
-            raise _conflict(where, why)
-        if not self.topology.publishes:
-            raise _conflict(where, f"{dtype} in mode {self.mode}, which publishes nothing; leave it out")
-        if self.trainer_helps:
-            why = f"{dtype}, but the trainer helps to generate, with adapters that are not rounded"
-            raise _conflict(where, f"{why}; set techniques.tag=none, or leave it out")
-        own = ":" in self.algorithm.name  # its settings are read later
-        steps = own or self.algorithm.settings().replays == "steps"
-        if steps and self.training.old_log_probs != "recomputed":
-            why = f"{dtype}, but old log-probs of the rollout belong to the rounded adapters"
-            raise _conflict(where, f"{why}; set training.old_log_probs=recomputed, or leave it out")
-
-    def _check_context_parallelism(self) -> None:
-        """Raises ConfigError if the cards of a replica or of a generator cannot compute samples together."""
-        lanes, tag = self.lanes, self.techniques.tag
-        if lanes.ranks % lanes.cards_per_replica:
-            why = (
-                f"{lanes.cards_per_replica} does not divide lanes.ranks = {lanes.ranks}, all cards of the trainer"
-            )
-            raise _conflict("lanes.cards_per_replica", f"{why}; change one of them")
-        if lanes.cards_per_replica > 1 and tag not in ("none", "auto"):
-            why = f"{tag}, but no card of the trainer computes a sample alone (lanes.cards_per_replica)"
-            raise _conflict("techniques.tag", f"{why}; set it to none")
-        if self.model.compile is True and max(lanes.cards_per_replica, lanes.cards_per_generator) > 1:
-            why = "true, but models of several cards per sample (lanes.cards_per_...) are not compiled"
-            raise _conflict("model.compile", f"{why}; set it to auto")
-        if lanes.cards_per_generator > 1 and (self.mode != "local" or self.shares_work):
-            work = " where generators also train (techniques.assist: both)" if self.shares_work else ""
-            why = f"{lanes.cards_per_generator} in mode {self.mode}{work}"
-            raise _conflict("lanes.cards_per_generator", f"{why}; set it to 1, or mode to local")
-
-    def _check_group_rewards(self) -> None:
-        """Raises ConfigError if a reward of whole groups would get parts of them, or single held-out samples."""
-        size, slice_size = self.batch.samples_per_prompt, self.batch.slice
-        for reward in self.rewards:
-            if reward.needs_whole_groups and slice_size != size:
-                why = f"{slice_size}, but the reward '{reward.shown_as}' compares all {size} samples of a prompt"
-                raise _conflict("batch.slice", f"{why}, so that they are scored together; set it to {size}")
-        for reward in self.held_out_rewards if self.evaluation is not None else ():
-            if reward.needs_whole_groups:
-                why = f"'{reward.shown_as}' compares the samples of a group, and held-out prompts have one sample"
-                raise _conflict("evaluation.rewards", f"{why} each; give evaluations other rewards")
-
-    def _check_video_rewards(self) -> None:
-        """Raises ConfigError if a reward of videos would get images."""
-        scored = [("rewards", self.rewards, self.sample.frames)]
-        if self.evaluation is not None:
-            scored.append(("evaluation.rewards", self.held_out_rewards, self.held_out_size[2]))
-        for where, rewards, frames in scored:
-            for reward in rewards:
-                if frames < reward.least_frames:
-                    why = (
-                        f"'{reward.shown_as}' scores videos of at least {reward.least_frames} frames, got {frames}"
-                    )
-                    raise _conflict(where, f"{why}; use another reward, or generate videos (sample.frames)")
-
-    def _check_pairs(self) -> None:
-        """Raises ConfigError if samples that are pairs of images do not fit the batch, or a reward needs them."""
-        held_out = self.held_out_rewards if self.evaluation is not None else ()
-        if any(isinstance(reward, PreferenceSettings) for reward in held_out):
-            why = "'preference' is for pairs, and held-out samples are generated; give evaluations other rewards"
-            raise _conflict("evaluation.rewards", why)
-        if not self.trains_on_pairs:
-            if any(isinstance(reward, PreferenceSettings) for reward in self.rewards):
-                why = "'preference' is for pairs in a file; set prompts.pair_columns, or use another reward"
-                raise _conflict("rewards", why)
-            return
-        for key, given, wanted in (
-            ("batch.samples_per_prompt", self.batch.samples_per_prompt, 2),
-            ("sample.frames", self.sample.frames, 1),
-        ):
-            if given != wanted:
-                why = f"{given}, but with prompts.pair_columns a group is a chosen and a rejected image"
-                raise _conflict(key, f"{why}; set it to {wanted}, or leave pair_columns out")
-
-    def _check_shared_work(self) -> None:
-        """Raises ConfigError if generators cannot train as well."""
-        if self.topology.one_process:
-            why = "both, but mode colocated is one card; set lanes.cards to their number, or mode to local"
-            raise _conflict("techniques.assist", why)
-        if self.lanes.ranks > 1:
-            why = f"both, where every card trains alone, but lanes.ranks is {self.lanes.ranks}"
-            raise _conflict("techniques.assist", f"{why}; set it to 1 and add the other cards to lanes.generators")
-        if self.shares_work and not self.techniques.gap:
-            why = "off, but with techniques.assist=both groups are trained as they complete"
-            raise _conflict("techniques.gap", f"{why}; leave it out, or set techniques.assist to trainer")
-        if ":" not in self.algorithm.name:  # the settings of others are read where something is trained
-            self.check_shared_gradients()
-
-    def check_shared_gradients(self) -> None:
-        """Raises ConfigError if the gradients of all weights would be sent over the network after every update."""
-        sends_all = self.shares_work and self.topology.uses_ray and self.training.lora is None
-        if sends_all and self.algorithm.settings().updates_per_batch > 1:
-            why = "both, but in mode ray the gradients of all weights are too large to be sent after every update"
-            raise _conflict("techniques.assist", f"{why}; train adapters (training.lora), or set it to trainer")
 
     @property
     def trains_on_pairs(self) -> bool:
@@ -772,11 +578,3 @@ class Recipe(Frozen):
     def shards_model(self) -> bool:
         """Whether no rank holds the whole model: all weights or a frozen base are sharded, or it is in stages."""
         return self.sharded or self.lanes.shard_base or self.training.stages is not None
-
-
-def _shown(stages: tuple[int, ...] | str) -> str:
-    return stages if isinstance(stages, str) else str(list(stages))
-
-
-def _conflict(where: str, why: str) -> ConfigError:
-    return ConfigError(f"{where}: {why}", where)

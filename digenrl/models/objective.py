@@ -233,7 +233,7 @@ def check_loss(objective: Objective, loss: LossTerms, terms: int, *, differentia
     """Raises ConfigError unless a loss has the number of terms and measures of the same shape.
 
     It must also have a gradient if it is `differentiable`, as it is not in the first stages of a model in stages.
-    Algorithms may be code of the user's, which may return anything.
+    Algorithms may be user code, which may return anything.
     """
     name = f"algorithm: {type(objective).__name__}.loss"
     if not isinstance(loss, LossTerms):

@@ -60,7 +60,7 @@ class Pipeline:
         `after_backward` is called with the index of each, after its gradient was added. Raises LinkError if a link
         is lost; gradients may be incomplete then.
         """
-        with self._telling_the_others():
+        with self._abandon_on_error():
             return self._train(micro_batches, forward, after_backward)
 
     def _train(
@@ -106,7 +106,7 @@ class Pipeline:
         self._seconds[direction].append(perf_counter() - began)
 
     @contextmanager
-    def _telling_the_others(self) -> Iterator[None]:
+    def _abandon_on_error(self) -> Iterator[None]:
         """A stage that fails does not let the others wait."""
         try:
             yield

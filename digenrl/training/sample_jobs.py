@@ -14,7 +14,7 @@ class SampleJob:
     first: int
 
     def __str__(self) -> str:
-        return f"the samples from {self.first} on at place {self.place}"
+        return f"samples {self.first} and up at place {self.place}"
 
 
 @dataclass(frozen=True, slots=True)

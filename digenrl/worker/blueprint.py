@@ -426,8 +426,7 @@ def _load_stage(blueprint: Blueprint, ranks: RankGroup, base: BaseWeights) -> Di
         return load_stage(
             blueprint.family,
             source,
-            bounds[own],
-            bounds[own + 1],
+            range(bounds[own], bounds[own + 1]),
             dtype_of(recipe),
             ranks.device,
             vae_dtype=vae_dtype_of(recipe),

@@ -103,7 +103,7 @@ def test_a_stage_reads_only_its_own_weights(tmp_path: Path, monkeypatch: pytest.
         return read(self, name, *rest)
 
     monkeypatch.setattr(StoredWeights, "read", noting)
-    model = load_stage(family, ModelSource.of(folder), 1, 3, torch.bfloat16)
+    model = load_stage(family, ModelSource.of(folder), range(1, 3), torch.bfloat16)
     found = model.transformer.state_dict()
     assert model.own_blocks is not None and model.own_blocks.is_last
     assert found.keys() < expected.keys()

@@ -167,7 +167,7 @@ def test_jobs_without_some_gradients_give_the_same_bits_in_any_order_and_split()
 def test_a_value_out_of_range_is_refused_when_the_sums_are_used_here_or_elsewhere(bad):
     sums = sums_of(1.0, bad)  # does not wait for a GPU
     advice = "16384.*sum_in_order" if math.isfinite(bad) else "check the algorithm's loss"
-    with pytest.raises(FloatingPointError, match=f"samples from 0 on at place 1.*{advice}"):
+    with pytest.raises(FloatingPointError, match=f"samples 0 and up at place 1.*{advice}"):
         total(sums)
     others = sums_of(1.0)
     others.add_share(*sums.take())

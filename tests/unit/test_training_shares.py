@@ -212,7 +212,7 @@ def with_jobs(share, **changed):
         (lambda share: replace(share, final={next(iter(share.final)): torch.zeros(1).long()}), "expected"),
         (lambda share: replace(share, final={name: v.float() for name, v in share.final.items()}), "float32"),
         (lambda share: with_jobs(share, place=3), "place 3"),
-        (lambda share: with_jobs(share, first=1), "samples from 1"),
+        (lambda share: with_jobs(share, first=1), "samples 1 and up"),
     ],
 )
 def test_a_share_that_does_not_belong_is_refused_and_changes_nothing(change, reason):

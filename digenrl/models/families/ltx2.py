@@ -37,7 +37,7 @@ AUDIO_CHANNELS, MEL_BINS = 8, 64  # of the published audio VAE
 MEL_BINS_PER_LATENT = 4
 
 
-class Silence:
+class NoAudioDecoder:
     """In place of the audio VAE and of the vocoder: audio latents are left as they are."""
 
     latents_mean, latents_std, dtype = torch.zeros(()), torch.ones(()), torch.float32
@@ -73,7 +73,7 @@ class LTX2Model(TwoBranchModel):
         return TEXT_TOKENS if tokenizer is None else min(TEXT_TOKENS, int(tokenizer.model_max_length))
 
     def own_components(self) -> dict[str, Any]:
-        return {"audio_vae": Silence(), "vocoder": Silence()}
+        return {"audio_vae": NoAudioDecoder(), "vocoder": NoAudioDecoder()}
 
     def pipeline_arguments(self, guidance: float) -> dict[str, Any]:
         """Without the pipeline's further kinds of guidance, which skip layers or the other track."""

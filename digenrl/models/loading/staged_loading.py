@@ -16,8 +16,7 @@ from digenrl.models.pipeline_model import PipelineModel
 def load_stage(
     family: Family,
     source: ModelSource,
-    first: int,
-    end: int,
+    blocks: range,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     *,
@@ -25,7 +24,7 @@ def load_stage(
     text_tokens: int | None = None,
     add_adapters: Callable[[PipelineModel], None] | None = None,
 ) -> PipelineModel:
-    """The model of a pipeline without text encoders, with the blocks `first` to `end` - 1 of its transformer.
+    """The model of a pipeline without text encoders, with these blocks of its transformer's chain.
 
     The transformer is on the device, the VAE on the CPU. `add_adapters` is called for the model without weights.
     Raises ValueError if the files are not those of the transformer. Not for a single file.
@@ -33,7 +32,7 @@ def load_stage(
     model, files = family.load_without_weights(source, dtype, vae_dtype=vae_dtype, text_tokens=text_tokens)
     if add_adapters is not None:
         add_adapters(model)
-    keep_blocks(model, first, end)
+    keep_blocks(model, blocks.start, blocks.stop)
     with StoredWeights(files) as stored:
         read_weights(model.transformer, stored, device)
     model.transformer.to(device)

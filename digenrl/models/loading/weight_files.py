@@ -191,10 +191,10 @@ def _check_variant(
         raise MissingFilesError(f"{where}: no weight files of the variant '{variant}'; {hint}")
     lacking = [name for name, found in variants.items() if not found & {None, variant}]
     if lacking:
-        there = sorted({each for each in variants[lacking[0]] if each is not None})
+        available_variants = sorted({each for each in variants[lacking[0]] if each is not None})
         raise MissingFilesError(
-            f"{where}: the weights of {', '.join(lacking)} are there only as variant {', '.join(there)}; "
-            f"set model.variant={there[0]}"
+            f"{where}: the weights of {', '.join(lacking)} exist only as variant {', '.join(available_variants)}; "
+            f"set model.variant={available_variants[0]}"
         )
 
 

@@ -51,7 +51,7 @@ class OwnBlocks:
         finally:
             self._alone = False
 
-    def take(self, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def receive_states(self, states: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The received states of the next forward, in the place of these, which have the same shapes."""
         if self._alone:
             return states
@@ -64,7 +64,7 @@ class OwnBlocks:
             )
         return received
 
-    def hand_over(self, block: nn.Module, arguments: Any, output: Any) -> None:
+    def send_states(self, block: nn.Module, arguments: Any, output: Any) -> None:
         """Notes what the last of these blocks has returned: a forward hook."""
         if self._handed is None:
             return  # a backward computes a checkpointed block again

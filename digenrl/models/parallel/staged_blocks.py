@@ -32,12 +32,12 @@ def keep_blocks(model: DiffusionModel, first: int, end: int) -> None:
     own = OwnBlocks(first, end, len(chain))
     _, blocks, index = chain[end - 1]
     if not own.is_last:
-        blocks[index].register_forward_hook(own.hand_over)
+        blocks[index].register_forward_hook(own.send_states)
     if first > 0:
         _replace(model, [each for each in places if each[0] in model.blocks_before_chain])
     stand_ins = _replace(model, [*chain[:first], *chain[end:]])
     if first > 0:
-        stand_ins[first - 1].replace = own.take
+        stand_ins[first - 1].replace = own.receive_states
     model.own_blocks = own
 
 
@@ -58,8 +58,8 @@ def check_is_chain(transformer: nn.Module, family: str) -> None:
     """Raises ConfigError if the blocks of a family's transformer are not a chain."""
     if isinstance(transformer, UNet2DConditionModel):
         raise ConfigError(
-            f"training.stages: {family} cannot be trained in stages, as the blocks of a UNet are no chain; "
-            "leave it out, or use a family with a transformer"
+            f"training.stages: {family} cannot be trained in stages, because the blocks of a UNet do not form a "
+            "chain; leave it out, or use a family with a transformer"
         )
 
 

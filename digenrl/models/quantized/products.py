@@ -82,7 +82,7 @@ quantized_linear.register_autograd(_input_gradient, setup_context=_keep_weights)
 
 @register_flop_formula(torch.ops.digenrl.quantized_linear)
 def _product_flop(x_shape: tuple[int, ...], *others: Any, **named: Any) -> int:
-    """As that of a linear layer; torch's counter does not see inside of an operator."""
+    """As that of a linear layer; torch's counter does not see inside custom operators."""
     outputs: int = others[3]
     return 2 * prod(x_shape) * outputs
 

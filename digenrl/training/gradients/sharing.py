@@ -88,9 +88,9 @@ def check_share(share: GradientShare, batch: OpenBatch, parameters: Tensors) -> 
             raise ValueError(f"a share of {name} {given} does not belong to the open update, of {name} {expected}")
     for job in share.jobs:
         if job.place not in batch.places() or not batch.split.has(job):
-            raise ValueError(f"a share has {job}, which the open update has not")
+            raise ValueError(f"the share contains {job}, which are not part of the open update")
         if job in batch.arrived:
-            raise ValueError(f"a share has {job}, which were added before")
+            raise ValueError(f"the share contains {job}, which were added before")
     if share.steps is not None:
         batch.check_steps("a share", share.steps)
     for part in (share.unscaled, share.final):

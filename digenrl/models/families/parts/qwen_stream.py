@@ -34,7 +34,7 @@ class TextProcessor:
 
 
 class NoProcessor:
-    """What the constructor of diffusers' pipeline asks a processor, if there is none yet."""
+    """A stand-in with the methods that the pipeline's constructor calls on its processor."""
 
     tokenizer: Any
 

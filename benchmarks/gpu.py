@@ -142,7 +142,7 @@ def measure_profile(
     result.pair_s = training.seconds_per_sample / profile.work.trained_steps
     result.pack_size, result.checkpointed_blocks = training.pack_size, training.checkpointed_blocks
     result.peak_gib, result.planned_gib = training.peak_bytes / GIB, training.planned_bytes / GIB
-    result.predicted_gib = training.foreseen_bytes / GIB
+    result.predicted_gib = training.predicted_bytes / GIB
     predicted = predict_single_device(profile, result.family)
     result.predicted_s, result.predicted_parts = predicted.step_seconds, predicted.parts
     return profile

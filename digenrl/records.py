@@ -25,6 +25,13 @@ PassKind = Literal["rollout", "replay", "masked"]
 Kernel = Literal["flash", "cudnn", "efficient", "math", "native"]
 CalibrationTask = Literal["forward", "generate", "score", "train", "switch", "commit"]
 
+# The rules of a schedule, by name.
+OrderRuleName = Literal["generation", "batch"]
+StreamRuleName = Literal["group", "batch", "sample"]
+HelpRuleName = Literal["none", "greedy", "search", "auto"]
+AssistName = Literal["none", "trainer", "both"]
+DispatchRuleName = Literal["eager", "earliest_finish"]
+
 HELD_OUT_STEP = -1  # the `step` of jobs that encode held-out prompts
 NO_LANE = -1  # of calibrations before the run
 NO_JOB = -1

@@ -265,7 +265,7 @@ def _measure_training(
         checkpointed_blocks=timed.checkpointed_blocks,
         peak_bytes=timed.peak_bytes[1],
         planned_bytes=timed.planned_bytes,
-        foreseen_bytes=timed.predicted_bytes,
+        predicted_bytes=timed.predicted_bytes,
     )
 
 

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from digenrl.config.limits import LONGEST_S
 from digenrl.config.reading import Frozen, read_model
@@ -88,8 +89,8 @@ class SliceCost(Frozen):
 class TrainingCost(Frozen):
     """The cost of training, per generated sample, and the packing that the trainer chose.
 
-    `peak_bytes` is the peak memory, `planned_bytes` the budget that the trainer planned with, and `foreseen_bytes`
-    its prediction from a single pair, before it tried a pack; 0 on a CPU.
+    `peak_bytes` is the peak memory, `planned_bytes` the budget that the trainer planned with, and
+    `predicted_bytes` its prediction from a single pair, before it tried a pack; 0 on a CPU.
     """
 
     seconds_per_sample: PositiveSeconds
@@ -97,7 +98,14 @@ class TrainingCost(Frozen):
     checkpointed_blocks: NonNegativeInt = 0
     peak_bytes: NonNegativeInt = 0
     planned_bytes: NonNegativeInt = 0
-    foreseen_bytes: NonNegativeInt = 0
+    predicted_bytes: NonNegativeInt = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former_name(cls, content: Any) -> Any:
+        if not isinstance(content, Mapping) or "foreseen_bytes" not in content or "predicted_bytes" in content:
+            return content
+        return {{"foreseen_bytes": "predicted_bytes"}.get(key, key): value for key, value in content.items()}
 
 
 class Profile(Frozen):

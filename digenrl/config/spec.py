@@ -25,12 +25,7 @@ from digenrl.config.limits import (
 from digenrl.config.profile_filling import filled_in
 from digenrl.config.profiles import find_profile, read_profile
 from digenrl.config.reading import ConfigError, Frozen, errors_about, errors_in, parse_model, read_mapping
-
-OrderRuleName = Literal["generation", "batch"]
-StreamRuleName = Literal["group", "batch", "sample"]
-HelpRuleName = Literal["none", "greedy", "search", "auto"]
-AssistName = Literal["none", "trainer", "both"]
-DispatchRuleName = Literal["eager", "earliest_finish"]
+from digenrl.records import AssistName, DispatchRuleName, HelpRuleName, OrderRuleName, StreamRuleName
 
 
 def _number(value: Any) -> Any:

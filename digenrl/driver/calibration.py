@@ -12,7 +12,6 @@ from typing import Any
 
 from digenrl.config.reading import ConfigError
 from digenrl.config.recipes.recipe import Recipe
-from digenrl.config.spec import AssistName
 from digenrl.driver.batch_sizes import (
     calibrates_all_sizes,
     colocated_choices,
@@ -24,6 +23,7 @@ from digenrl.driver.cost_tracker import CostTracker, expected_ns, timed_offer
 from digenrl.driver.dispatcher import Dispatcher
 from digenrl.records import (
     NO_WEIGHTS,
+    AssistName,
     Calibrate,
     Calibrated,
     LaneOffer,

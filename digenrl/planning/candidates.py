@@ -8,7 +8,7 @@ from decimal import Decimal
 from itertools import product
 from typing import Literal
 
-from digenrl.config.spec import DispatchRuleName, HelpRuleName, ScheduleRules, Spec, StreamRuleName
+from digenrl.config.spec import ScheduleRules, Spec
 from digenrl.planning.bounds import EqualLanes, Rates, least_makespan
 from digenrl.planning.costs import commit_seconds, lane_slice_seconds, unit_seconds
 from digenrl.planning.facts.cluster import CardPool, Cluster
@@ -27,6 +27,7 @@ from digenrl.planning.layout import (
 )
 from digenrl.planning.publication import earliest_publication_seconds
 from digenrl.planning.spec_builder import build_spec, training_unit
+from digenrl.records import DispatchRuleName, HelpRuleName, StreamRuleName
 
 Objective = Literal["throughput", "cost"]
 

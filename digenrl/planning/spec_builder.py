@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from decimal import Decimal
 
-from digenrl.config.spec import (
-    HelperCosts,
-    ScheduleRules,
-    Spec,
-    StreamRuleName,
-    TimedGeneratorPool,
-    TimedRewardPool,
-    TrainerCosts,
-)
+from digenrl.config.spec import HelperCosts, ScheduleRules, Spec, TimedGeneratorPool, TimedRewardPool, TrainerCosts
 from digenrl.planning.costs import commit_seconds, lane_slice_seconds, switch_seconds, unit_seconds
 from digenrl.planning.facts.cluster import CardPool
 from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import GeneratorLayout, Layout
 from digenrl.planning.publication import publication_seconds, remote_publication_seconds
+from digenrl.records import StreamRuleName
 
 
 def build_spec(

@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import accumulate
 from math import gcd
 
-from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, OrderRuleName, StreamRuleName
+from digenrl.records import AssistName, DispatchRuleName, HelpRuleName, OrderRuleName, StreamRuleName
 
 
 @dataclass(frozen=True, slots=True)

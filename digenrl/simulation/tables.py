@@ -138,7 +138,7 @@ def profile_table(profile: Profile) -> Group:
     if training is not None:
         packs = f"per sample; packs of {training.pack_size}"
         blocks = f"{training.checkpointed_blocks} blocks checkpointed" if training.checkpointed_blocks else ""
-        predicted = f"{_gib(training.foreseen_bytes)} predicted" if training.foreseen_bytes else ""
+        predicted = f"{_gib(training.predicted_bytes)} predicted" if training.predicted_bytes else ""
         planned = f"{_gib(training.planned_bytes)} planned" if training.planned_bytes else ""
         about = _and(packs, blocks, predicted, planned, _peak(training.peak_bytes))
         table.add_row("training", _seconds(training.seconds_per_sample), about)

@@ -42,9 +42,9 @@ from digenrl.config.recipes.training import PublishSettings, TrainerSettings
 from digenrl.config.recipes.windows import Window, read_window
 from digenrl.config.rewards.base import RewardSettings
 from digenrl.config.rewards.table import PreferenceSettings, Rewards
-from digenrl.config.spec import AssistName, DispatchRuleName, HelpRuleName, ScheduleRules
+from digenrl.config.spec import ScheduleRules
 from digenrl.config.token_variables import HUB_TOKENS, check_token_variable
-from digenrl.records import Kernel, PassKind
+from digenrl.records import AssistName, DispatchRuleName, HelpRuleName, Kernel, PassKind
 
 TERMS_PER_JOB = 8  # loss terms of a Train job, at least, if every card trains alone
 TOKEN_VARIABLE = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*")

@@ -35,7 +35,7 @@ class Study:
     name: str
     overrides: tuple[str, ...]
     seeds: tuple[int, ...]
-    colour: str
+    color: str
     dashes: str = ""
 
 
@@ -124,13 +124,13 @@ def picture(curves: Sequence[Curve]) -> str:
         path = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in curve.points)
         title = f"<title>{curve.study.name}, seed {curve.seed}</title>"
         parts.append(
-            f'<polyline points="{path}" fill="none" stroke="{curve.study.colour}" stroke-width="2" '
+            f'<polyline points="{path}" fill="none" stroke="{curve.study.color}" stroke-width="2" '
             f'stroke-dasharray="{curve.study.dashes}">{title}</polyline>'
         )
     for row, study in enumerate(STUDIES):
         at = TOP + 14 + 20 * row
         parts.append(
-            f'<path d="M{x(steps) + 12:.1f} {at}h22" stroke="{study.colour}" stroke-width="2" '
+            f'<path d="M{x(steps) + 12:.1f} {at}h22" stroke="{study.color}" stroke-width="2" '
             f'stroke-dasharray="{study.dashes}"/><text x="{x(steps) + 40:.1f}" y="{at + 4}">{study.name}</text>'
         )
     return "\n".join([*parts, "</svg>", ""])

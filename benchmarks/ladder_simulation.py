@@ -1,7 +1,7 @@
 """The paper's ladder on our cost model: colocated, then disaggregated with one technique after another.
 
 A SPEC's colocated rule trains on all cards with perfect scaling, which real systems do not reach. So the SPEC of
-the baseline gets numbers from which that rule returns the modelled time. Every other rung gets the split, slice
+the baseline gets numbers from which that rule returns the modeled time. Every other rung gets the split, slice
 and packing that are best for it, found with the planner's search.
 """
 

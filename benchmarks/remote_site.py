@@ -46,7 +46,7 @@ class SiteTransfers:
     """Versions that were published, all with the same number of bytes. Bytes and seconds are per version."""
 
     weights: str
-    labelled: bool
+    labeled: bool
     version_bytes: int
     link_bytes: float
     seconds: float
@@ -127,14 +127,14 @@ def site_recipe(address: str, lora: bool) -> Recipe:
     )
 
 
-def measure(cluster: RayCluster, lora: bool, labelled: bool, mib: int, versions: int) -> SiteTransfers:
+def measure(cluster: RayCluster, lora: bool, labeled: bool, mib: int, versions: int) -> SiteTransfers:
     """Publishes versions. The first one is not counted."""
     with closing(SiteRun(cluster, site_recipe(cluster.address, lora), mib)) as run:
         run.publish(0)
         before, began_s = bytes_sent(), time.monotonic()
         published = [run.publish(version) for version in range(1, versions + 1)]
         link_bytes, seconds = (bytes_sent() - before) / versions, (time.monotonic() - began_s) / versions
-    return SiteTransfers("adapters" if lora else "full", labelled, published[0].bytes, link_bytes, seconds)
+    return SiteTransfers("adapters" if lora else "full", labeled, published[0].bytes, link_bytes, seconds)
 
 
 def show(found: list[SiteTransfers]) -> None:
@@ -142,14 +142,14 @@ def show(found: list[SiteTransfers]) -> None:
     table = Table("weights", "label site", "version", "bytes on the link", "seconds")
     for each in found:
         crossed = f"{each.link_bytes / each.version_bytes:.2f}x"
-        size, label = f"{each.version_bytes / 2**20:.0f} MiB", "yes" if each.labelled else "no"
+        size, label = f"{each.version_bytes / 2**20:.0f} MiB", "yes" if each.labeled else "no"
         table.add_row(each.weights, label, size, crossed, f"{each.seconds:.2f}")
     Console(width=110).print(table)
 
 
-def nodes(hosts: dict[str, str], labelled: bool) -> list[Node]:
+def nodes(hosts: dict[str, str], labeled: bool) -> list[Node]:
     """The head, and a node in each namespace."""
-    near, far = ({"site": "near"}, {"site": "far"}) if labelled else ({}, {})
+    near, far = ({"site": "near"}, {"site": "far"}) if labeled else ({}, {})
     return [
         Node("near", NEAR_HOST, None, {"near": 8}, near),
         *(
@@ -171,13 +171,13 @@ def main() -> None:
         parser.error("needs root, and the commands ip and tc (package iproute2)")
     found = []
     with ray_environment() as scratch, shaped_site(options.mbit, len(POOLS)) as hosts:
-        for labelled in (False, True):
+        for labeled in (False, True):
             with (
-                ray_nodes(nodes(hosts, labelled), scratch) as address,
+                ray_nodes(nodes(hosts, labeled), scratch) as address,
                 closing(open_cluster(site_recipe(address, lora=True).cluster)) as cluster,
             ):
                 for lora in (False, True):
-                    found.append(measure(cluster, lora, labelled, options.mib, options.versions))
+                    found.append(measure(cluster, lora, labeled, options.mib, options.versions))
                     print(asdict(found[-1]), file=sys.stderr)
     if options.json:
         print(json.dumps([asdict(each) for each in found]))

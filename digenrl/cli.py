@@ -141,7 +141,7 @@ def check_command(
 def report_command(
     run: options.RunPath, out_folder: options.ReportFolder = None, as_json: options.AsJson = False
 ) -> None:
-    """Write the report of a run and summarise it."""
+    """Write the report of a run and summarize it."""
     from digenrl.commands.report import report_run, summary_table
 
     report = report_run(run, out_folder)

@@ -87,7 +87,7 @@ class HeldOutChunk:
 class LaneOffer:
     """A device that can generate: its name and its expected time per job.
 
-    The lane takes up to `slices_at_once` neighbouring slices of one group in one job, which takes `slice_ns`.
+    The lane takes up to `slices_at_once` neighboring slices of one group in one job, which takes `slice_ns`.
     `take_ns` gives the time of 1, 2, ... slices, up to all of them, relative to the last entry. Without it, time
     is proportional to the number of slices. `slice_ns` is 0 if the lane has not been calibrated.
 

@@ -9,7 +9,7 @@ from digenrl.stages.simulated import simulate_pipeline
 
 PICTURE = Path(__file__).parent / "images" / "stages" / "slow_link.svg"
 BLOCKS, SPEEDS, RATES, MICRO_BATCHES = [1.0] * 12, (4.0, 2.0, 1.0, 1.0), (10.0, 0.6, 10.0), 8
-COLOURS = {"forward": "#4c78a8", "backward": "#f58518"}
+COLORS = {"forward": "#4c78a8", "backward": "#f58518"}
 LEFT, PIXELS_PER_S, ROW, BAR = 150, 26, 26, 20
 
 
@@ -25,7 +25,7 @@ def rows(cut: Partition, title: str, top: int) -> list[str]:
                 x, width = LEFT + PIXELS_PER_S * span.begin_s, PIXELS_PER_S * (span.end_s - span.begin_s)
                 parts.append(
                     f'<rect x="{x:.1f}" y="{y}" width="{max(1.0, width - 0.6):.1f}" height="{BAR}" '
-                    f'fill="{COLOURS[span.direction]}"/>'
+                    f'fill="{COLORS[span.direction]}"/>'
                 )
     return parts
 
@@ -47,9 +47,9 @@ def draw() -> str:
     height = 2 * (len(SPEEDS) + 2) * ROW + 10
     slowest_s = simulate_pipeline(equal.stage_s, equal.link_s, MICRO_BATCHES)[-1].end_s
     legend = " ".join(
-        f'<rect x="{LEFT + 110 * i}" y="{height}" width="14" height="14" fill="{colour}"/>'
+        f'<rect x="{LEFT + 110 * i}" y="{height}" width="14" height="14" fill="{color}"/>'
         f'<text x="{LEFT + 110 * i + 20}" y="{height + 12}">{name}</text>'
-        for i, (name, colour) in enumerate(COLOURS.items())
+        for i, (name, color) in enumerate(COLORS.items())
     )
     return "\n".join(
         [

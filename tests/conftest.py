@@ -60,7 +60,7 @@ SLOW = {
     "test_attention_kernels",
     "test_broadcast",
     "test_broadcast_deaths",
-    "test_catalogue",
+    "test_catalog",
     "test_command_output",
     "test_compiled_models",
     "test_context_parallel",

@@ -1,4 +1,4 @@
-"""Handmade run folders: small, with known values, and samples of plain colours."""
+"""Handmade run folders: small, with known values, and samples of plain colors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from digenrl.telemetry.trace import Span, Trace
 CELL_PIXELS = 8
 GAP_PIXELS = 2
 # The four cells of a grid, row by row; those of the second evaluation are brighter.
-BEFORE_COLOURS = ((120, 0, 0), (0, 120, 0), (0, 0, 120), (60, 60, 60))
-AFTER_COLOURS = ((250, 0, 0), (0, 250, 0), (0, 0, 250), (200, 200, 200))
+BEFORE_COLORS = ((120, 0, 0), (0, 120, 0), (0, 0, 120), (60, 60, 60))
+AFTER_COLORS = ((250, 0, 0), (0, 250, 0), (0, 0, 250), (200, 200, 200))
 NASTY_PROMPT = 'a sign that says "</script><img src=x onerror=alert(1)>" & <!-- more'
 PROMPTS = ("a sign that says 12", NASTY_PROMPT, "a sign that says 56", "a sign that says 78")
 
@@ -112,8 +112,8 @@ def write_run(
     write_lines(folder / "spans.jsonl", map(span_row, trace.spans))
     write_lines(folder / "metrics.jsonl", metrics_rows() if metrics is None else metrics)
     write_lines(folder / "evaluations.jsonl", evaluation_rows() if evaluations is None else evaluations)
-    write_grid(folder, 0, BEFORE_COLOURS, rewards=(0.0, 0.25, 0.25, 0.3))
-    write_grid(folder, 2, AFTER_COLOURS, rewards=(1.0, 0.75, 0.75, 0.7))
+    write_grid(folder, 0, BEFORE_COLORS, rewards=(0.0, 0.25, 0.25, 0.3))
+    write_grid(folder, 2, AFTER_COLORS, rewards=(1.0, 0.75, 0.75, 0.7))
     return folder
 
 
@@ -128,16 +128,16 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def write_grid(
-    folder: Path, step: int, colours: tuple[tuple[int, int, int], ...], rewards: tuple[float, ...]
+    folder: Path, step: int, colors: tuple[tuple[int, int, int], ...], rewards: tuple[float, ...]
 ) -> None:
-    """Writes a grid of two columns, each cell of one colour, and its captions."""
+    """Writes a grid of two columns, each cell of one color, and its captions."""
     samples = folder / "samples"
     samples.mkdir(exist_ok=True)
     pitch = CELL_PIXELS + GAP_PIXELS
     picture = Image.new("RGB", (2 * pitch + GAP_PIXELS, 2 * pitch + GAP_PIXELS))
-    for place, colour in enumerate(colours):
+    for place, color in enumerate(colors):
         corner = (GAP_PIXELS + place % 2 * pitch, GAP_PIXELS + place // 2 * pitch)
-        picture.paste(Image.new("RGB", (CELL_PIXELS, CELL_PIXELS), colour), corner)
+        picture.paste(Image.new("RGB", (CELL_PIXELS, CELL_PIXELS), color), corner)
     picture.save(samples / f"step_{step:06d}.png")
     items = [
         {"prompt": prompt, "reward": reward, "parts": {"ocr.exact": float(reward == 1)}}

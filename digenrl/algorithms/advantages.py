@@ -43,7 +43,7 @@ def has_spread(rewards: Sequence[float]) -> bool:
     return std_of(rewards, ddof=0) > ZERO_SPREAD * max(map(abs, rewards))
 
 
-def normalised_sum(
+def normalized_sum(
     scores_by_reward: Sequence[Sequence[float]], weights: Sequence[float], ddof: int, eps: float
 ) -> tuple[float, ...]:
     """GDPO's reward of a group's samples: the sum of weight * (r - mean of group) / (std of group + eps).

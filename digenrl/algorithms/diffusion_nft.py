@@ -13,7 +13,7 @@ from digenrl.algorithms.policy_loss import squared_distance_R
 from digenrl.config.algorithms import DiffusionNftSettings
 from digenrl.models.objective import LossTerms, PairBatch, RenoisedPairs
 
-SMALLEST_ERROR = 1e-5  # lower bound of the divisor of the self-normalised error
+SMALLEST_ERROR = 1e-5  # lower bound of the divisor of the self-normalized error
 
 
 class DiffusionNft(LaggingPolicy):
@@ -25,8 +25,8 @@ class DiffusionNft(LaggingPolicy):
     def loss(self, pairs: PairBatch) -> LossTerms:
         assert isinstance(pairs, RenoisedPairs) and pairs.old_velocity_RL is not None
         change_RL = self.settings.beta * (pairs.velocity_RL - pairs.old_velocity_RL)
-        towards_R = _normalised_error_R(pairs, pairs.old_velocity_RL + change_RL)
-        away_R = _normalised_error_R(pairs, pairs.old_velocity_RL - change_RL)
+        towards_R = _normalized_error_R(pairs, pairs.old_velocity_RL + change_RL)
+        away_R = _normalized_error_R(pairs, pairs.old_velocity_RL - change_RL)
         half = 1 / (2 * self.settings.beta)
         scaled_R = half * pairs.advantage_R * (towards_R - away_R)
         fixed_R = half * self.clamp * (towards_R + away_R)
@@ -38,7 +38,7 @@ class DiffusionNft(LaggingPolicy):
         return LossTerms(scaled_R, fixed_R, measures)
 
 
-def _normalised_error_R(pairs: RenoisedPairs, velocity_RL: Tensor) -> Tensor:
+def _normalized_error_R(pairs: RenoisedPairs, velocity_RL: Tensor) -> Tensor:
     """mean (x0^ - x0)^2 / mean |x0^ - x0|, without gradient through the divisor."""
     sigma_R1 = pairs.sigma_R.view(-1, *[1] * (velocity_RL.dim() - 1))
     error_RL = (pairs.noised_RL - sigma_R1 * velocity_RL - pairs.final_RL).flatten(1)

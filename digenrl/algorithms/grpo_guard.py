@@ -1,4 +1,4 @@
-"""GRPO-Guard: Flow-GRPO with ratios and gradients normalised across denoising steps.
+"""GRPO-Guard: Flow-GRPO with ratios and gradients normalized across denoising steps.
 
 The log-ratio of a Gaussian step has mean -b under the old policy, b = mean (mu - mu_old)^2 / 2 s^2, and a spread
 that grows as 1 / s: rho = exp((logp - logp_old + b) s) has neither. The loss is divided by the step size h.

@@ -252,7 +252,7 @@ class Injector(JobFaults):
         if fault.kind == "partition":
             self._there.silence(slot.name, PATIENCE_S)
             self._there.after(PATIENCE_S + 1, lambda: self._there.deliver(Message(slot.name, job.id, report)))
-        return _spoilt(report, fault.kind)
+        return _spoiled(report, fault.kind)
 
     def delays_s(self, slot: WorkerSlot, job: Job) -> Sequence[float]:
         if slot.silent:
@@ -304,7 +304,7 @@ class Injector(JobFaults):
         return None
 
 
-def _spoilt(report: Report, kind: str) -> Report:
+def _spoiled(report: Report, kind: str) -> Report:
     """The report of a job that a fault has struck."""
     if kind in ("reward_timeout", "reward_error"):
         reason = "the reward timed out" if kind == "reward_timeout" else "the reward failed"

@@ -22,7 +22,7 @@ from digenrl.planning.candidates import Objective, PlanOptions
 from digenrl.planning.facts.cluster import CardPool, Cluster, read_cluster
 from digenrl.planning.facts.model_facts import ModelFacts
 from digenrl.planning.facts.recipe_workload import (
-    catalogue_model,
+    catalog_model,
     check_profiles,
     options_for,
     unknown_model,
@@ -148,12 +148,12 @@ def search_plans(
 
 
 def facts_for(recipe: Recipe, cluster: Cluster) -> ModelFacts | None:
-    """The catalogue's facts of the recipe's model; else facts derived from its layers if some pool needs them.
+    """The catalog's facts of the recipe's model; else facts derived from its layers if some pool needs them.
 
-    If the recipe has custom LoRA targets, the catalogue's facts are adjusted for them. Raises ConfigError if
+    If the recipe has custom LoRA targets, the catalog's facts are adjusted for them. Raises ConfigError if
     layers must be counted, nothing was measured, and torch is not installed.
     """
-    entry = catalogue_model(recipe)
+    entry = catalog_model(recipe)
     own_targets = recipe.training.lora is not None and recipe.training.lora.targets is not None
     if (entry is not None and not own_targets) or not any(_needs_model(pool) for pool in cluster.pools):
         return entry

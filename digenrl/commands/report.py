@@ -1,4 +1,4 @@
-"""`digenrl report`: writes a run's report and summarises the run in a table."""
+"""`digenrl report`: writes a run's report and summarizes the run in a table."""
 
 from __future__ import annotations
 
@@ -98,10 +98,10 @@ def report_run(path: Path, out: Path | None = None) -> WrittenReport:
     if out is not None:
         make_folder(out)
     page = write_report(run, out)
-    return WrittenReport(page, page.with_name(run.folder.trace.name), summarise(run))
+    return WrittenReport(page, page.with_name(run.folder.trace.name), summarize(run))
 
 
-def summarise(run: RunRecord) -> RunSummary:
+def summarize(run: RunRecord) -> RunSummary:
     steady = steady_window(run.trace)
     shares = lane_shares(run.trace, steady or TimeWindow(0, run.trace.end_ns))
     lanes = without_helper_rows(run.trace.lanes) if run.trace.spans else []

@@ -1,6 +1,6 @@
 """`digenrl sample`: generates samples from a checkpoint of a run, in this process, as an evaluation would.
 
-Shape legend: B = samples, F = frames, C = 3 colours, H, W = height and width.
+Shape legend: B = samples, F = frames, C = 3 colors, H, W = height and width.
 """
 
 from __future__ import annotations

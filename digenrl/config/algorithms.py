@@ -43,9 +43,9 @@ class Needs:
 
 
 class AdvantageSettings(Frozen):
-    """How rewards are normalised: by the std of a group or of the whole batch, then clamped to +-`clamp`.
+    """How rewards are normalized: by the std of a group or of the whole batch, then clamped to +-`clamp`.
 
-    With `std_over: none`, advantages are the deviations from the group's mean. With `reward_sum: normalised`, they
+    With `std_over: none`, advantages are the deviations from the group's mean. With `reward_sum: normalized`, they
     are then the sum of the advantages of several rewards.
     """
 
@@ -230,9 +230,9 @@ class MixGrpoSettings(PolicyLossSettings):
 
 
 class GrpoGuardSettings(FlowGrpoSettings):
-    """The values of GRPO-Guard's recipes. The clip range is for the normalised ratio, which is much closer to 1.
+    """The values of GRPO-Guard's recipes. The clip range is for the normalized ratio, which is much closer to 1.
 
-    The ratio is recentred by the generating policy's means, so that stale samples are compared with that policy.
+    The ratio is recentered by the generating policy's means, so that stale samples are compared with that policy.
     """
 
     advantage: GroupStd = GroupStd()

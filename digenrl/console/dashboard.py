@@ -33,7 +33,7 @@ _SHARES = {
 }
 _MFU = {"generation_mfu": "generating", "training_mfu": "training"}
 _MAIN_WORK = {"generator": Work.GENERATE, "reward": Work.SCORE, "trainer": Work.TRAIN}
-# The colours of traces; that of a commit is nearly black, and would be invisible on a dark terminal.
+# The colors of traces; that of a commit is nearly black, and would be invisible on a dark terminal.
 _STYLES = {work: Style(color=fresh_style(work).fill) for work in Work} | {Work.COMMIT: _STRONG}
 
 

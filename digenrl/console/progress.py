@@ -15,7 +15,7 @@ _STEPS_OF_A_BUSY_SHARE = 10
 
 
 class Progress:
-    """Summarises steps and evaluations, live or from the files of a resumed run."""
+    """Summarizes steps and evaluations, live or from the files of a resumed run."""
 
     def __init__(self, steps: int, steps_done: int = 0) -> None:
         self.steps = steps

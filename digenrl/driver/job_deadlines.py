@@ -29,7 +29,7 @@ class OverdueJob:
 class JobDeadlines:
     """Times the jobs of workers, and finds those that take too long.
 
-    A deadline is learnt from the jobs of the same kind, and is never shorter than `patience_s`, nor than the time
+    A deadline is learned from the jobs of the same kind, and is never shorter than `patience_s`, nor than the time
     that rewards may take by their own limits, `scoring_s`. All ranks of a worker count together: any result is
     progress. The first weights of a worker are whole and may cross a link that no other weights have crossed,
     which delivers `link_bytes_per_s` at least.

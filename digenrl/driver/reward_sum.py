@@ -1,25 +1,25 @@
-"""The reward that a group is trained with if its rewards are normalised within the group. Needs no torch."""
+"""The reward that a group is trained with if its rewards are normalized within the group. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from digenrl.algorithms.advantages import normalised_sum
+from digenrl.algorithms.advantages import normalized_sum
 from digenrl.config.recipes.recipe import Recipe
 
 # One reward per sample of a whole group, from the raw scores by label among the parts of each sample.
-Normalisation = Callable[[Sequence[Mapping[str, float]]], tuple[float, ...]]
+Normalization = Callable[[Sequence[Mapping[str, float]]], tuple[float, ...]]
 
 
-def normalisation_of(recipe: Recipe) -> Normalisation | None:
-    """Normalises with the degrees of freedom and the eps of the algorithm; None if raw scores are added up."""
+def normalization_of(recipe: Recipe) -> Normalization | None:
+    """Normalizes with the degrees of freedom and the eps of the algorithm; None if raw scores are added up."""
     if recipe.reward_sum == "raw":
         return None
     advantage = recipe.algorithm.settings().advantage
     weights = {reward.shown_as: reward.weight for reward in recipe.rewards}
 
-    def normalised(parts: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
+    def normalized(parts: Sequence[Mapping[str, float]]) -> tuple[float, ...]:
         scores = [[sample[label] for sample in parts] for label in weights]
-        return normalised_sum(scores, tuple(weights.values()), advantage.ddof, advantage.eps)
+        return normalized_sum(scores, tuple(weights.values()), advantage.ddof, advantage.eps)
 
-    return normalised
+    return normalized

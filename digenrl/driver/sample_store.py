@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from digenrl.driver.reward_sum import Normalisation
+from digenrl.driver.reward_sum import Normalization
 from digenrl.records import GroupArtifact, PromptRow, SampleId, Scores, Slice, SliceArtifact
 
 GroupKey = tuple[int, int]  # step and group
@@ -22,11 +22,11 @@ class _Group:
 class SampleStore:
     """Groups appear with their first slice and are removed when their step is committed or they are replaced.
 
-    Groups are trained with the weighted sum of raw scores, unless a `normalisation` is given.
+    Groups are trained with the weighted sum of raw scores, unless a `normalization` is given.
     """
 
-    def __init__(self, normalisation: Normalisation | None = None) -> None:
-        self._normalisation = normalisation
+    def __init__(self, normalization: Normalization | None = None) -> None:
+        self._normalization = normalization
         self._groups: dict[GroupKey, _Group] = {}
         self._places: dict[GroupKey, int] = {}  # of groups that replace others
         self._retired: set[GroupKey] = set()
@@ -88,8 +88,8 @@ class SampleStore:
         if covered < piece.size or len(group.values) < group_size:
             return None
         rewards = tuple(group.values[index] for index in range(group_size))
-        if self._normalisation is not None:
-            rewards = self._normalisation([group.parts[index] for index in range(group_size)])
+        if self._normalization is not None:
+            rewards = self._normalization([group.parts[index] for index in range(group_size)])
         return GroupArtifact(group.place, prompt, wanted, rewards)
 
     def complete_groups(self, step: int, group_size: int) -> tuple[int, ...]:

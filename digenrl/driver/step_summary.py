@@ -19,7 +19,7 @@ SHOWN_OTHERWISE = {*AVERAGED, "ratio", "clipped"}  # measures of algorithms that
 
 NO_SPREAD = (
     "the rewards of every group differ by less than a millionth of their size, which counts as rounding, so "
-    "nothing was learnt; subtract from the reward what all samples have in common"
+    "nothing was learned; subtract from the reward what all samples have in common"
 )
 
 

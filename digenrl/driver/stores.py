@@ -6,7 +6,7 @@ from digenrl.config.recipes.recipe import Recipe
 from digenrl.driver.cost_tracker import CostTracker
 from digenrl.driver.lanes import LaneTable
 from digenrl.driver.prompt_store import PromptStore
-from digenrl.driver.reward_sum import normalisation_of
+from digenrl.driver.reward_sum import normalization_of
 from digenrl.driver.sample_store import SampleStore
 from digenrl.driver.weight_versions import WeightVersions
 from digenrl.records import pixels_name
@@ -20,7 +20,7 @@ class DriverStores:
     def __init__(self, recipe: Recipe, workers: Workers, artifacts: ArtifactStore, prompts: PromptStore) -> None:
         self.recipe, self.workers, self.artifacts, self.prompts = recipe, workers, artifacts, prompts
         self.lanes = LaneTable(workers)
-        self.samples = SampleStore(normalisation_of(recipe))
+        self.samples = SampleStore(normalization_of(recipe))
         self.versions = WeightVersions(recipe, artifacts)
         self.costs: CostTracker | None = None
         self.slice_size = 0

@@ -1,4 +1,4 @@
-"""Model FLOP utilisation: the share of the lanes' rate of matrix products that generation and training reach."""
+"""Model FLOP utilization: the share of the lanes' rate of matrix products that generation and training reach."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FlopMeter:
             self._spans.append(span)
 
     def next_window(self) -> dict[str, float]:
-        """The utilisation since the last call, by metric; without those for which nothing was done.
+        """The utilization since the last call, by metric; without those for which nothing was done.
 
         One above 1 is left out: the rate of its lanes was measured too low, as on a CPU that was busy then.
         """

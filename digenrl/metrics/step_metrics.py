@@ -40,7 +40,7 @@ class StepMetrics:
     """An observer that computes a step's timing and sample shares, and combines them with reported metrics.
 
     It must come after the recorder among the observers, as a step ends with the span of its commit. The first step
-    of a resumed run starts at `start_ns`. Model FLOP utilisation is computed if the `operations` are known.
+    of a resumed run starts at `start_ns`. Model FLOP utilization is computed if the `operations` are known.
     """
 
     def __init__(

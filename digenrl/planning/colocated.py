@@ -1,7 +1,7 @@
 """Colocated cards, for comparison: all of them generate a step, then all of them train it together.
 
 A SPEC's colocated rule trains on all cards with perfect scaling. So its SPEC gets the training time from which
-that rule returns the modelled one: that of all cards at the rate of the slowest.
+that rule returns the modeled one: that of all cards at the rate of the slowest.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def slice_seconds(workload: Workload, card: Card, size: int, lane_cards: int = 1
 
 
 def lane_slice_seconds(workload: Workload, pool: CardPool, size: int, lane_cards: int = 1) -> float:
-    """The time of a slice on a lane of the pool: measured if possible, else modelled.
+    """The time of a slice on a lane of the pool: measured if possible, else modeled.
 
     Includes scoring if there are no reward lanes.
     """

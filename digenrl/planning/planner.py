@@ -201,7 +201,7 @@ def _first_sizes(pool: CardPool, others_generate: bool, ranks: int | None) -> li
 
 
 def _refined_sizes(search: _Search, sizes: dict[CardPool, list[int]]) -> dict[CardPool, list[int]]:
-    """The same sizes, and around the best trainer those halfway to its neighbours, in whole nodes."""
+    """The same sizes, and around the best trainer those halfway to its neighbors, in whole nodes."""
     if not search.best_of_split:
         return sizes
     _, best = min(search.best_of_split.values(), key=lambda entry: entry[0])
@@ -211,8 +211,7 @@ def _refined_sizes(search: _Search, sizes: dict[CardPool, list[int]]) -> dict[Ca
     grid = sizes[pool]
     place = grid.index(size)
     halfway = {
-        (size + neighbour) // 2 // pool.per_node * pool.per_node
-        for neighbour in grid[max(0, place - 1) : place + 2]
+        (size + neighbor) // 2 // pool.per_node * pool.per_node for neighbor in grid[max(0, place - 1) : place + 2]
     }
     return {**sizes, pool: sorted({*grid, *(mark for mark in halfway if mark > 0)})}
 
@@ -301,7 +300,7 @@ def _does_not_fit(workload: Workload, cluster: Cluster, options: PlanOptions) ->
     capabilities = options.capabilities
     pool = max(cluster.pools, key=lambda pool: pool.card.memory_gib * pool.cards)
     if not pool.card.described:
-        return f"no pool has a card of the catalogue, so the plan needs measured costs: {NEEDED_MEASUREMENTS}"
+        return f"no pool has a card of the catalog, so the plan needs measured costs: {NEEDED_MEASUREMENTS}"
     cards = options.ranks or (pool.cards if len(cluster.pools) > 1 else pool.cards - 1)
     shards = max(possible_shards(workload, pool, cards, capabilities))
     lane_cards = pool.per_node if capabilities.tensor_parallel else 1
@@ -333,4 +332,4 @@ def _not_measured(workload: Workload, cluster: Cluster) -> str:
                 f"{pool.name}: measured.slice_seconds has {', '.join(map(str, sorted(table)))}, which covers no "
                 f"size that divides samples_per_prompt = {workload.samples_per_prompt}; measure one of {sizes}"
             )
-    return f"{workload.model} is not in the catalogue, so the plan needs measured costs: {NEEDED_MEASUREMENTS}"
+    return f"{workload.model} is not in the catalog, so the plan needs measured costs: {NEEDED_MEASUREMENTS}"

@@ -61,11 +61,11 @@ def training_unit(workload: Workload, stream: StreamRuleName) -> int:
 
 def slice_table(workload: Workload, pool: CardPool, lane_cards: int) -> dict[int, Decimal]:
     """Seconds by slice size, for every size that cuts a group evenly and is covered by measurements, if any."""
-    modelled = pool.measured.slice_seconds is None
+    modeled = pool.measured.slice_seconds is None
     return {
         size: rounded(lane_slice_seconds(workload, pool, size, lane_cards))
         for size in workload.slice_sizes()
-        if modelled or pool.measured.covers(size)
+        if modeled or pool.measured.covers(size)
     }
 
 

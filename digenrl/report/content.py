@@ -38,7 +38,7 @@ def content_of(run: RunRecord) -> dict[str, Any]:
             "others": [asdict(chart) for chart in curves.other_charts(run)],
         },
         "timeline": timeline(run),
-        "utilisation": utilisation(run),
+        "utilization": utilization(run),
         "prediction": prediction_of(run),
         "recipe": run.recipe_text,
         "initial_state": yaml.safe_dump(run.info.initial_state, sort_keys=False) if run.info.initial_state else "",
@@ -112,7 +112,7 @@ def _cards(trace: Trace) -> Sequence[LaneInfo]:
     return [lane for lane in trace.lanes if not trace.shared_cards or lane.name == TRAINER_LANE]
 
 
-def utilisation(run: RunRecord) -> dict[str, Any]:
+def utilization(run: RunRecord) -> dict[str, Any]:
     """Every lane's shares and totals, over the whole run and in the steady state; None if it was not reached."""
     steady = steady_window(run.trace)
     return {
@@ -159,8 +159,8 @@ def _trained(recipe: Recipe) -> str:
 
 def _rewards(recipe: Recipe) -> str:
     control = ", shuffled within groups (control)" if recipe.shuffled_rewards else ""
-    normalised = ", each normalised within groups" if recipe.reward_sum == "normalised" else ""
-    return f"{headline.sum_of_rewards(recipe.rewards)}{normalised}{control}"
+    normalized = ", each normalized within groups" if recipe.reward_sum == "normalized" else ""
+    return f"{headline.sum_of_rewards(recipe.rewards)}{normalized}{control}"
 
 
 def _samples(size: tuple[int, int, int], denoising_steps: int) -> str:

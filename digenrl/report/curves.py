@@ -44,7 +44,7 @@ class _ChartSpec:
 
 _HEALTH = (
     _ChartSpec("Samples per second", {"samples_per_s": "samples/s"}),
-    _ChartSpec("Model FLOP utilisation", {"generation_mfu": "generation", "training_mfu": "training"}, "share"),
+    _ChartSpec("Model FLOP utilization", {"generation_mfu": "generation", "training_mfu": "training"}, "share"),
     _ChartSpec("Gradient norm", {"gradient_norm": "gradient norm"}),
     _ChartSpec("Better samples preferred", {"preferred": "share of comparisons"}, "share"),
     _ChartSpec("KL to the reference", {"kl": "KL"}),

@@ -23,9 +23,9 @@ function filled(element, attributes, children) {
   return element;
 }
 
-// The colour of a variable of the style sheet in the current theme.
-function colour(name) {
-  const probe = colour.probe ?? (colour.probe = document.body.appendChild(make("i", { hidden: true })));
+// The color of a variable of the style sheet in the current theme.
+function color(name) {
+  const probe = color.probe ?? (color.probe = document.body.appendChild(make("i", { hidden: true })));
   probe.style.color = `var(--${name})`;
   return getComputedStyle(probe).color;
 }

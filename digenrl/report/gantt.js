@@ -180,7 +180,7 @@ function wheel(gantt, event) {
 
 function addOverviewHandlers(gantt) {
   const { overview } = gantt;
-  const centre = (event) => {
+  const center = (event) => {
     const { left, right } = gantt.plot;
     const time = gantt.start + ((event.offsetX - left) / (right - left)) * (gantt.end - gantt.start);
     const half = (gantt.view.to - gantt.view.from) / 2;
@@ -188,10 +188,10 @@ function addOverviewHandlers(gantt) {
   };
   overview.addEventListener("pointerdown", (event) => {
     overview.setPointerCapture(event.pointerId);
-    centre(event);
+    center(event);
   });
   overview.addEventListener("pointermove", (event) => {
-    if (event.buttons) centre(event);
+    if (event.buttons) center(event);
   });
 }
 
@@ -243,7 +243,7 @@ function addKeyHandlers(gantt) {
     if (shift && key === "ArrowLeft") return pan(gantt, -0.25);
     if (shift && key === "ArrowRight") return pan(gantt, 0.25);
     const actions = {
-      ArrowLeft: () => chooseNeighbour(gantt, -1), ArrowRight: () => chooseNeighbour(gantt, 1),
+      ArrowLeft: () => chooseNeighbor(gantt, -1), ArrowRight: () => chooseNeighbor(gantt, 1),
       ArrowUp: () => changeLane(gantt, -1), ArrowDown: () => changeLane(gantt, 1),
       "+": () => zoom(gantt, 0.5), "=": () => zoom(gantt, 0.5), "-": () => zoom(gantt, 2),
       "[": () => showStep(gantt, stepInView(gantt) - 1), "]": () => showStep(gantt, stepInView(gantt) + 1),
@@ -261,7 +261,7 @@ function addKeyHandlers(gantt) {
 }
 
 // Chooses the lane's next or previous span; the view follows.
-function chooseNeighbour(gantt, by) {
+function chooseNeighbor(gantt, by) {
   const { lane, i } = gantt.chosen ?? { lane: gantt.lanes[0], i: null };
   const start = i === null ? Math.min(firstAbove(lane.start, gantt.view.from), lane.count - 1) : i + by;
   if (start >= 0 && start < lane.count) chooseAndFollow(gantt, lane, start);

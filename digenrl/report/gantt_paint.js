@@ -1,11 +1,11 @@
-// Paints the timeline. Stale work is striped, help has a thick edge, bubbles are dotted: never colour alone.
+// Paints the timeline. Stale work is striped, help has a thick edge, bubbles are dotted: never color alone.
 
 const ROW = { heading: 24, foot: 26, top: 20, left: 118, leftNarrow: 74, right: 52 };
 
-function ganttColours() {
+function ganttColors() {
   const names = ["paper", "ink", "faint", "rule", "idle-paper", "idle-dot", "elsewhere", "block-edge", "dark-edge",
     "help-edge", "chosen", "accent"];
-  return Object.fromEntries(names.map((name) => [name, colour(name)]));
+  return Object.fromEntries(names.map((name) => [name, color(name)]));
 }
 
 // A repeating pattern; `draw` paints one tile.
@@ -19,11 +19,11 @@ function tile(size, draw) {
   return pattern;
 }
 
-function idlePattern(colours) {
+function idlePattern(colors) {
   return tile(6, (pen, size) => {
-    pen.fillStyle = colours["idle-paper"];
+    pen.fillStyle = colors["idle-paper"];
     pen.fillRect(0, 0, size, size);
-    pen.fillStyle = colours["idle-dot"];
+    pen.fillStyle = colors["idle-dot"];
     pen.beginPath();
     pen.arc(3, 3, 0.9, 0, 7);
     pen.fill();
@@ -46,10 +46,10 @@ function stripes(fill) {
 }
 
 function ganttPaints(kinds) {
-  const colours = ganttColours();
+  const colors = ganttColors();
   return {
-    colours,
-    idle: idlePattern(colours),
+    colors,
+    idle: idlePattern(colors),
     fills: kinds.map((kind) => (kind.stale ? stripes(kind.fill) : kind.fill)),
     dark: kinds.map((kind) => isDark(kind.fill)),
   };
@@ -67,10 +67,10 @@ function paintBlock(pen, paints, kind, place, x, y, width, height) {
   pen.fillRect(x, y, width, height);
   if (width < 3) return;
   pen.lineWidth = 1;
-  pen.strokeStyle = paints.dark[place] ? paints.colours["dark-edge"] : paints.colours["block-edge"];
+  pen.strokeStyle = paints.dark[place] ? paints.colors["dark-edge"] : paints.colors["block-edge"];
   if (kind.helped) {
     pen.lineWidth = 2;
-    pen.strokeStyle = paints.colours["help-edge"];
+    pen.strokeStyle = paints.colors["help-edge"];
     pen.strokeRect(x + 1, y + 1, width - 2, height - 2);
   } else {
     pen.strokeRect(x + 0.5, y + 0.5, width - 1, height - 1);
@@ -120,7 +120,7 @@ function paintGantt(gantt) {
     else paintLane(gantt, pen, row);
   }
   paintCommits(gantt, pen);
-  pen.fillStyle = gantt.paints.colours.faint;
+  pen.fillStyle = gantt.paints.colors.faint;
   pen.fillRect(gantt.plot.left, layout.bottom, gantt.plot.right - gantt.plot.left, 1);
   presentGantt(gantt);
 }
@@ -150,9 +150,9 @@ function paintAxis(gantt, pen) {
   pen.textAlign = "center";
   for (let time = Math.ceil(view.from / step) * step; time <= view.to; time += step) {
     const x = Math.round(xOf(gantt, time)) + 0.5;
-    pen.fillStyle = paints.colours.rule;
+    pen.fillStyle = paints.colors.rule;
     pen.fillRect(x - 0.5, ROW.top, 1, layout.bottom - ROW.top + 5);
-    pen.fillStyle = paints.colours.faint;
+    pen.fillStyle = paints.colors.faint;
     pen.fillText(clock(time, step, gantt.end >= LONG_RUN), x, layout.bottom + 15);
   }
   pen.textAlign = "left";
@@ -161,7 +161,7 @@ function paintAxis(gantt, pen) {
 
 function paintHeading(gantt, pen, row) {
   pen.textAlign = "left";
-  pen.fillStyle = gantt.paints.colours.ink;
+  pen.fillStyle = gantt.paints.colors.ink;
   pen.save();
   pen.font = pen.font.replace(/^/, "600 ");
   pen.fillText(row.heading, 0, row.y + ROW.heading - 9);
@@ -171,9 +171,9 @@ function paintHeading(gantt, pen, row) {
 function paintLane(gantt, pen, row) {
   const { lane, y, height } = row;
   const { view, plot, paints } = gantt;
-  const { colours } = paints;
+  const { colors } = paints;
   const middle = y + height / 2 + 0.5;
-  pen.fillStyle = colours.faint;
+  pen.fillStyle = colors.faint;
   pen.textAlign = "right";
   if (height >= 10) pen.fillText(fitted(pen, lane.name, plot.left - 8), plot.left - 8, middle);
   if (!plot.narrow && height >= 10) pen.fillText(percent(lane.busy), plot.right + 48, middle);
@@ -181,7 +181,7 @@ function paintLane(gantt, pen, row) {
   pen.beginPath();
   pen.rect(plot.left, y - 2, plot.right - plot.left, height + 4);
   pen.clip();
-  paintIntervals(gantt, pen, lane.elsewhere, colours.elsewhere, y, height);
+  paintIntervals(gantt, pen, lane.elsewhere, colors.elsewhere, y, height);
   paintIntervals(gantt, pen, lane.idle, paints.idle, y, height);
   const first = firstAbove(lane.lastEnd, view.from);
   const after = firstAbove(lane.start, view.to);
@@ -267,7 +267,7 @@ function paintCommits(gantt, pen) {
   for (const [step, , end] of visible) {
     const x = Math.round(xOf(gantt, end)) + 0.5;
     if (visible.length < 120) {
-      pen.strokeStyle = paints.colours.ink;
+      pen.strokeStyle = paints.colors.ink;
       pen.lineWidth = 1;
       pen.beginPath();
       pen.moveTo(x, ROW.top - 4);
@@ -278,7 +278,7 @@ function paintCommits(gantt, pen) {
     const half = pen.measureText(words).width / 2;
     const middle = Math.min(x, gantt.plot.right - half);
     if (middle - half < free) continue;
-    pen.fillStyle = paints.colours.ink;
+    pen.fillStyle = paints.colors.ink;
     pen.fillText(words, middle, ROW.top - 11);
     free = middle + half + 8;
   }
@@ -287,7 +287,7 @@ function paintCommits(gantt, pen) {
 
 // Between two commits, where there is room.
 function paintStepNames(gantt, pen) {
-  pen.fillStyle = gantt.paints.colours.faint;
+  pen.fillStyle = gantt.paints.colors.faint;
   for (const [step, start, end] of gantt.steps) {
     const [left, right] = [xOf(gantt, Math.max(start, gantt.view.from)), xOf(gantt, Math.min(end, gantt.view.to))];
     if (right - left > 110) pen.fillText(`step ${step}`, (left + right) / 2, ROW.top - 11);
@@ -301,7 +301,7 @@ function paintChosen(gantt, pen) {
   pen.beginPath();
   pen.rect(gantt.plot.left, 0, gantt.plot.right - gantt.plot.left, gantt.layout.bottom);
   pen.clip();
-  pen.strokeStyle = gantt.paints.colours.chosen;
+  pen.strokeStyle = gantt.paints.colors.chosen;
   for (const { lane, y, height } of gantt.layout.rows.filter((row) => row.lane)) {
     const first = firstAbove(lane.lastEnd, gantt.view.from);
     for (let i = first; i < lane.count && lane.start[i] < gantt.view.to; i++) {
@@ -327,17 +327,17 @@ function paintOverview(gantt) {
   const x = (time) => left + ((time - start) / (end - start)) * (right - left);
   const bins = Math.floor((right - left) / 2);
   if (gantt.busy?.length !== bins) gantt.busy = busyOverTime(gantt.lanes, start, end, bins);
-  pen.fillStyle = paints.colours["idle-paper"];
+  pen.fillStyle = paints.colors["idle-paper"];
   pen.fillRect(left, 0, right - left, height);
-  pen.fillStyle = paints.colours["idle-dot"];
+  pen.fillStyle = paints.colors["idle-dot"];
   gantt.busy.forEach((share, bin) => {
     pen.fillRect(left + 2 * bin, height - share * (height - 4), 2, share * (height - 4));
   });
-  pen.fillStyle = paints.colours.accent;
+  pen.fillStyle = paints.colors.accent;
   pen.globalAlpha = 0.18;
   pen.fillRect(x(view.from), 0, Math.max(3, x(view.to) - x(view.from)), height);
   pen.globalAlpha = 1;
-  pen.strokeStyle = paints.colours.accent;
+  pen.strokeStyle = paints.colors.accent;
   pen.lineWidth = 1.5;
   pen.strokeRect(x(view.from), 0.75, Math.max(3, x(view.to) - x(view.from)), height - 1.5);
 }
@@ -346,7 +346,7 @@ function showLegend(gantt) {
   const entries = gantt.kinds.map((kind, place) => [kind.label, (pen, paints) => paintBlock(pen, paints, kind, place, 0, 0, 22, 14)]);
   entries.push(["idle: a bubble", (pen, paints) => plainSwatch(pen, paints.idle)]);
   if (gantt.lanes.some((lane) => lane.elsewhere.count)) {
-    entries.push(["the card works in another row", (pen, paints) => plainSwatch(pen, paints.colours.elsewhere)]);
+    entries.push(["the card works in another row", (pen, paints) => plainSwatch(pen, paints.colors.elsewhere)]);
   }
   for (const [label, paint] of entries) {
     const swatch = make("canvas", { "aria-hidden": "true" });

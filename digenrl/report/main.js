@@ -12,7 +12,7 @@ showCharts(byId("charts-health"), content.curves.health);
 byId("more-charts").hidden = !content.curves.others.length;
 showCharts(byId("charts-others"), content.curves.others);
 showTimeline(content.timeline);
-showUtilisation(content.utilisation, content.timeline);
+showUtilization(content.utilization, content.timeline);
 showPrediction(content.prediction);
 showRecipe(content);
 addThemeButton();

@@ -1,29 +1,29 @@
-// The tables: lane utilisation, predicted step times, and the recipe.
+// The tables: lane utilization, predicted step times, and the recipe.
 
-function showUtilisation(utilisation, timeline) {
+function showUtilization(utilization, timeline) {
   if (!timeline.kinds.length) return;
-  byId("utilisation").hidden = false;
-  byId("utilisation-lead").textContent = "Shares of the time each lane was present. Time without work is idle, a bubble. "
+  byId("utilization").hidden = false;
+  byId("utilization-lead").textContent = "Shares of the time each lane was present. Time without work is idle, a bubble. "
     + "Publishing runs concurrently with other work and is not part of the sum.";
-  const choices = [["steady", "steady state", utilisation.steady], ["run", "whole run", utilisation.run]].filter((choice) => choice[2]);
+  const choices = [["steady", "steady state", utilization.steady], ["run", "whole run", utilization.run]].filter((choice) => choice[2]);
   const buttons = choices.map(([id, label, shares]) => {
-    const button = make("button", { type: "button", id: `utilisation-${id}` }, `${label}, ${duration(shares.seconds * 1e6)}`);
+    const button = make("button", { type: "button", id: `utilization-${id}` }, `${label}, ${duration(shares.seconds * 1e6)}`);
     button.addEventListener("click", () => show(id));
     return button;
   });
-  byId("utilisation-choice").append(...buttons);
+  byId("utilization-choice").append(...buttons);
   const show = (id) => {
     choices.forEach(([each], index) => buttons[index].setAttribute("aria-pressed", each === id));
-    fillUtilisation(utilisation[id].lanes, timeline);
-    fillTotals(utilisation[id].totals);
+    fillUtilization(utilization[id].lanes, timeline);
+    fillTotals(utilization[id].totals);
   };
   let shown = choices[0][0];
-  for (const [id] of choices) byId(`utilisation-${id}`).addEventListener("click", () => { shown = id; });
+  for (const [id] of choices) byId(`utilization-${id}`).addEventListener("click", () => { shown = id; });
   repaintWith(() => show(shown));
 }
 
 // A column per kind of work, fresh and stale together.
-function fillUtilisation(shares, timeline) {
+function fillUtilization(shares, timeline) {
   const kinds = timeline.kinds.filter((kind) => !kind.concurrent);
   const works = [...new Set(kinds.map((kind) => kind.work))];
   const styles = new Map([...kinds.filter((kind) => kind.stale), ...kinds.filter((kind) => !kind.stale)].map((kind) => [kind.work, kind]));
@@ -48,8 +48,8 @@ function fillUtilisation(shares, timeline) {
       ...numbers.map((share) => make("td", { class: share ? null : "zero" }, share ? percent(share, 1) : NONE))));
   }
   const head = heads.filter((words) => words !== null).map((words) => make("th", { scope: "col", class: words === "shares" ? "shares" : null }, words));
-  byId("utilisation-table").replaceChildren(make("thead", {}, make("tr", {}, ...head)), body);
-  for (const canvas of byId("utilisation-table").querySelectorAll("canvas")) canvas.paint();
+  byId("utilization-table").replaceChildren(make("thead", {}, make("tr", {}, ...head)), body);
+  for (const canvas of byId("utilization-table").querySelectorAll("canvas")) canvas.paint();
 }
 
 function shareBar(own, styles) {
@@ -64,7 +64,7 @@ function shareBar(own, styles) {
       if (part > 0) paintBlock(pen, paints, kind, index, x, 0, part, 16);
       x += part;
     });
-    for (const [share, fill] of [[own.elsewhere, paints.colours.elsewhere], [own.idle, paints.idle]]) {
+    for (const [share, fill] of [[own.elsewhere, paints.colors.elsewhere], [own.idle, paints.idle]]) {
       pen.fillStyle = fill;
       pen.fillRect(x, 0, share * width, 16);
       x += share * width;

@@ -11,7 +11,7 @@ from digenrl.telemetry.lane_shares import TimeWindow, step_windows
 from digenrl.telemetry.styles import LEGEND_ORDER, WorkStyle, style_of
 from digenrl.telemetry.time_axis import horizon_ns
 from digenrl.telemetry.trace import Span, Trace, Work
-from digenrl.telemetry.utilisation import Intervals, counted_rows, lane_uses, spans_by_lane
+from digenrl.telemetry.utilization import Intervals, counted_rows, lane_uses, spans_by_lane
 
 MOST_SPANS = 100_000  # about 5 MB of the page
 _NS_PER_US = 1000

@@ -1,6 +1,6 @@
 """The contract of a reward: samples in, one finite number per sample out, or an error that names the sample.
 
-Shape legend: B = samples, F = frames of a sample (an image has one), N = single images, C = 3 colours, H and W =
+Shape legend: B = samples, F = frames of a sample (an image has one), N = single images, C = 3 colors, H and W =
 height and width.
 """
 

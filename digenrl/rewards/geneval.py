@@ -1,6 +1,6 @@
-"""GenEval: do the detected objects have the counts, colours and positions that the prompt asks for?
+"""GenEval: do the detected objects have the counts, colors and positions that the prompt asks for?
 
-Colours are those that CLIP finds most similar to the object, among ten, as in the authors' code. geneval_rules.py
+Colors are those that CLIP finds most similar to the object, among ten, as in the authors' code. geneval_rules.py
 has the rules and names their sources.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers import AutoTokenizer
 
-from digenrl.config.rewards.geneval_tasks import COLOURS, Task
+from digenrl.config.rewards.geneval_tasks import COLORS, Task
 from digenrl.config.rewards.models import GenevalSettings
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, RewardError, all_wanted, as_pil
 from digenrl.rewards.parts.clip import ClipImages, load_clip, processor_of
@@ -24,12 +24,12 @@ from digenrl.rewards.parts.geneval_rules import Detection, judge
 from digenrl.rewards.parts.weights import load_pretrained, pick_device
 
 BACKGROUND = "#999"  # replaces everything but the object, where the detector has masks
-# {0} is the colour, {1} the class.
+# {0} is the color, {1} the class.
 CAPTIONS = ("a photo of a {0} {1}", "a photo of a {0}-colored {1}", "a photo of a {0} object")
 
 
-class ColourNamer:
-    """Names the colours of objects with CLIP: the colour whose captions are most similar to the object's crop."""
+class ColorNamer:
+    """Names the colors of objects with CLIP: the color whose captions are most similar to the object's crop."""
 
     def __init__(self, settings: GenevalSettings) -> None:
         self._device = pick_device(settings.device)
@@ -47,11 +47,11 @@ class ColourNamer:
         pooled = self._model.vision_model(pixel_values=pixels).pooler_output
         crops_ND = normalize(self._model.visual_projection(pooled).float(), dim=-1)
         nearest_N = (crops_ND @ self._captions_by_class[label].T).argmax(dim=-1)
-        return [COLOURS[int(index)] for index in nearest_N]
+        return [COLORS[int(index)] for index in nearest_N]
 
     def _caption_embeds(self, label: str) -> Tensor:
-        """(colours, width): the mean of each colour's captions, each at unit length, at unit length."""
-        texts = [caption.format(colour, label) for colour in COLOURS for caption in CAPTIONS]
+        """(colors, width): the mean of each color's captions, each at unit length, at unit length."""
+        texts = [caption.format(color, label) for color in COLORS for caption in CAPTIONS]
         longest = self._model.config.text_config.max_position_embeddings
         tokens = self._tokenizer(
             texts, padding="max_length", truncation=True, max_length=longest, return_tensors="pt"
@@ -60,11 +60,11 @@ class ColourNamer:
             input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"]
         ).pooler_output
         embeds = normalize(self._model.text_projection(pooled).float(), dim=-1)
-        return normalize(embeds.view(len(COLOURS), len(CAPTIONS), -1).mean(dim=1), dim=-1)
+        return normalize(embeds.view(len(COLORS), len(CAPTIONS), -1).mean(dim=1), dim=-1)
 
 
 def cropped(image: Image.Image, found: Detection) -> Image.Image:
-    """The part of the image in the object's box; where there is a mask, on a grey background."""
+    """The part of the image in the object's box; where there is a mask, on a gray background."""
     if found.mask is not None:
         image = Image.composite(image, Image.new("RGB", image.size, BACKGROUND), found.mask)
     left, top, right, bottom = (round(side) for side in found.box)
@@ -78,7 +78,7 @@ class GenevalReward(FrameReward):
         super().__init__(settings.shown_as, settings.frame_stride)
         self._settings, self.score_by = settings, settings.score
         self.detector = find_detector(settings)
-        self.name_colours = ColourNamer(settings)
+        self.name_colors = ColorNamer(settings)
 
     def score_frames(
         self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
@@ -91,7 +91,7 @@ class GenevalReward(FrameReward):
         except DetectorError as error:
             raise RewardError(self.label, str(error)) from None
         verdicts = [
-            judge(task, objects, partial(self.name_colours, image))
+            judge(task, objects, partial(self.name_colors, image))
             for task, objects, image in zip(tasks, found, images, strict=True)
         ]
         parts = {

@@ -38,7 +38,7 @@ TEXT_CONFIG = "med_config.json"
 BERT_TOKENIZER = "google-bert/bert-base-uncased"
 PROMPT_TOKENS = 35
 RAW_MEAN, RAW_STD = 0.16717362830052426, 1.0333394966054072  # published; they give scores mean 0 and std 1
-COLOUR_MEAN, COLOUR_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+COLOR_MEAN, COLOR_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 VISION_HEAD_WIDTH = 64  # of both ViT-B and ViT-L
 VISION_NAMES = (
     (r"^cls_token$", "embeddings.class_embedding"),
@@ -103,9 +103,9 @@ class ImageRewardScorer(FrameReward):
 
 
 def preprocessed(frames_NCHW: Tensor, side: int) -> Tensor:
-    """uint8 frames with the shorter side scaled to `side`, centre-cropped, with CLIP's colour normalisation."""
+    """uint8 frames with the shorter side scaled to `side`, center-cropped, with CLIP's color normalization."""
     cut_NCHW = torch.stack([_square(image, side) for image in as_pil(frames_NCHW)])
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (COLOUR_MEAN, COLOUR_STD))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (COLOR_MEAN, COLOR_STD))
     return (cut_NCHW - mean) / std
 
 

@@ -1,4 +1,4 @@
-"""Rewards images in which the expected text can be read. The recogniser's weights are in its package."""
+"""Rewards images in which the expected text can be read. The recognizer's weights are in its package."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 from digenrl.config.rewards.table import OcrSettings, TextMatch
 from digenrl.rewards.contract import FrameReward, Metadata, RewardBatch, all_wanted, as_pil
 
-LINE_HEIGHT = 48  # pixels of the recogniser's input
+LINE_HEIGHT = 48  # pixels of the recognizer's input
 LINES_PER_BATCH = 16  # larger batches are not faster
-LEAST_CONFIDENCE = 0.5  # below this a line does not count as read; the recogniser's default
+LEAST_CONFIDENCE = 0.5  # below this a line does not count as read; the recognizer's default
 
 
 class OcrReward(FrameReward):
@@ -47,8 +47,8 @@ class OcrReward(FrameReward):
     def score_frames(
         self, frames_NCHW: Tensor, prompts: Sequence[str], metadata: Sequence[Metadata]
     ) -> RewardBatch:
-        expected = [normalised(text) for text in all_wanted(self._settings, prompts, metadata)]
-        read = [normalised(text) for text in self.read(list(as_pil(frames_NCHW)))]
+        expected = [normalized(text) for text in all_wanted(self._settings, prompts, metadata)]
+        read = [normalized(text) for text in self.read(list(as_pil(frames_NCHW)))]
         pairs = list(zip(expected, read, strict=True))
         similarity = tuple(text_similarity(want, got, self.match) for want, got in pairs)
         exact = tuple(float(want == got) for want, got in pairs)
@@ -62,13 +62,13 @@ class OcrReward(FrameReward):
         """The text of each image, empty if there is none; lines in reading order, joined by spaces."""
         if self.detect:
             return [" ".join(self._engine(_as_bgr(self._upscaled(image))).txts or ()) for image in images]
-        # No upscaling: the recogniser itself scales every image to its line height, bilinearly.
+        # No upscaling: the recognizer itself scales every image to its line height, bilinearly.
         lines = self._engine.recognize_txt([_as_bgr(image) for image in images])
         read = zip(lines.txts, lines.scores, strict=True)
         return [text if confidence >= LEAST_CONFIDENCE else "" for text, confidence in read]
 
     def _upscaled(self, image: Image.Image) -> Image.Image:
-        """Bilinear: text of 8 to 14 pixels is recognised better than without scaling or with a sharper filter."""
+        """Bilinear: text of 8 to 14 pixels is recognized better than without scaling or with a sharper filter."""
         factor = self.shorter_side / min(image.size)
         if factor <= 1:
             return image
@@ -76,17 +76,17 @@ class OcrReward(FrameReward):
 
 
 def _as_bgr(image: Image.Image) -> Any:
-    """(height, width, 3) in the channel order that the recogniser expects."""
+    """(height, width, 3) in the channel order that the recognizer expects."""
     return numpy.ascontiguousarray(numpy.asarray(image)[:, :, ::-1])
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """The text without letter case and whitespace."""
     return "".join(text.casefold().split())
 
 
 def text_similarity(expected: str, read: str, match: TextMatch) -> float:
-    """From 0 to 1, for texts that are `normalised`.
+    """From 0 to 1, for texts that are `normalized`.
 
     >>> [round(text_similarity("open", "open24h", match), 3) for match in ("contained", "target", "whole")]
     [1.0, 0.25, 0.571]

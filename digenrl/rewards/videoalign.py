@@ -4,7 +4,7 @@ After https://github.com/KwaiVGI/VideoAlign (inference.py, trainer.py, vision_pr
 token for each quality, and the head is read there. Token positions are sequential, not Qwen2-VL's own for images:
 the authors' forward passes none. The prompt is read from the authors' prompt_template.py, which is not run.
 
-Shape legend: F = frames, C = 3 colours, H, W = height and width, T = tokens, D = width of the model.
+Shape legend: F = frames, C = 3 colors, H, W = height and width, T = tokens, D = width of the model.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ QUALITIES = ("VQ", "MQ", "TA")
 TOKENS = tuple(f"<|{quality}_reward|>" for quality in QUALITIES)
 VIDEO_TOKEN = "<|video_pad|>"
 PROMPT = "DETAILED_PROMPT_WITH_SPECIAL_TOKEN"  # its name in prompt_template.py
-COLOUR_MEAN, COLOUR_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+COLOR_MEAN, COLOR_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 LEAST_PIXELS = 128 * 28 * 28  # of a frame
 LEAST_FRAMES, MOST_FRAMES = 4, 768
 
 
 class VideoAlignReward(Reward):
-    """The weighted sum of the three qualities, each normalised by the published mean and std."""
+    """The weighted sum of the three qualities, each normalized by the published mean and std."""
 
     def __init__(self, settings: VideoAlignSettings) -> None:
         super().__init__(settings.shown_as)
@@ -62,7 +62,7 @@ class VideoAlignReward(Reward):
         return RewardBatch(values, {name: tuple(row[at] for row in rows) for at, name in enumerate(QUALITIES)})
 
     def _qualities(self, frames_FCHW: Tensor, prompt: str) -> list[float]:
-        """The normalised qualities of one video."""
+        """The normalized qualities of one video."""
         data = self.published["data_config"]
         chosen = frames_FCHW[frame_indices(len(frames_FCHW), self.settings.frames_per_s, data["fps"])]
         patches, grid = patched(resized(chosen, data["max_frame_pixels"]), self.model.config.vision_config)
@@ -125,12 +125,12 @@ def resized(frames_FCHW: Tensor, most_pixels: int) -> Tensor:
 
 def patched(frames_FCHW: Tensor, config: Any) -> tuple[Tensor, list[int]]:
     """Rows of patches in the order of Qwen2-VL, and their grid: pairs of frames, rows, columns."""
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (COLOUR_MEAN, COLOUR_STD))
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (COLOR_MEAN, COLOR_STD))
     normal = (frames_FCHW / 255 - mean) / std
     side, merge, depth = config.patch_size, config.spatial_merge_size, config.temporal_patch_size
-    count, colours, height, width = normal.shape
+    count, colors, height, width = normal.shape
     grid = [count // depth, height // side, width // side]
-    cut = normal.reshape(grid[0], depth, colours, grid[1] // merge, merge, side, grid[2] // merge, merge, side)
+    cut = normal.reshape(grid[0], depth, colors, grid[1] // merge, merge, side, grid[2] // merge, merge, side)
     return cut.permute(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(math.prod(grid), -1), grid
 
 

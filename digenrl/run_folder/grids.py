@@ -38,7 +38,7 @@ class GridCell(Frozen):
 
 
 class GridCaptions(Frozen):
-    """The JSON file beside a grid; `gap` pixels lie between neighbouring cells and around all of them."""
+    """The JSON file beside a grid; `gap` pixels lie between neighboring cells and around all of them."""
 
     columns: int = Field(ge=1)
     gap: int = Field(default=0, ge=0)

@@ -30,7 +30,7 @@ class Stopper:
         self._now = now
         self._asked_s = now()
         self._heard: list[signal.Signals] = []
-        self._terminals: list[int] = []  # descriptors; a closed terminal is not recognised any more
+        self._terminals: list[int] = []  # descriptors; a closed terminal is not recognized any more
 
     def take_request(self) -> str | None:
         """The signal that asked the run to stop; None after the first call."""

@@ -24,7 +24,7 @@ class SlicePicker:
         self._lists = [_OpenList(state, step) for step in state.steps]
 
     def length_at(self, version: int, place: int, at_most: int) -> int:
-        """How many slices can be taken together from `place` on: neighbours of one group that may start.
+        """How many slices can be taken together from `place` on: neighbors of one group that may start.
 
         It is 0 if the slice at the place, or one before it, may not start on this version.
         """
@@ -97,8 +97,8 @@ class _OpenList:
         if at_most <= 1:
             return max(0, at_most)
         if place < len(self._waiting):
-            return self._neighbours_waiting(place, at_most)
-        return sum(1 for _ in self._neighbours_listed(self._position(place), at_most))
+            return self._neighbors_waiting(place, at_most)
+        return sum(1 for _ in self._neighbors_listed(self._position(place), at_most))
 
     def take(self, place: int, length: int, version: int) -> Slice:
         if place < len(self._waiting):
@@ -135,7 +135,7 @@ class _OpenList:
         # Every position in `ahead` that is not behind it moves it by one.
         return position + bisect_right(range(len(ahead)), position, key=lambda nth: ahead[nth] - nth)
 
-    def _neighbours_waiting(self, place: int, at_most: int) -> int:
+    def _neighbors_waiting(self, place: int, at_most: int) -> int:
         waiting, length = self._waiting, 1
         while length < at_most and place + length < len(waiting):
             before, here = waiting[place + length - 1], waiting[place + length]
@@ -144,7 +144,7 @@ class _OpenList:
             length += 1
         return length
 
-    def _neighbours_listed(self, position: int, at_most: int) -> Iterator[int]:
+    def _neighbors_listed(self, position: int, at_most: int) -> Iterator[int]:
         """Positions of up to `at_most` unstarted slices that follow each other in one group."""
         terms = self._terms
         if terms.order == "generation":
@@ -159,7 +159,7 @@ class _OpenList:
             yield at
 
     def _mark_started(self, position: int, length: int) -> None:
-        for at in [position] if length == 1 else list(self._neighbours_listed(position, length)):
+        for at in [position] if length == 1 else list(self._neighbors_listed(position, length)):
             if at == self._cursor:
                 self._cursor += 1
             else:

@@ -75,7 +75,7 @@ class Lane:
 
     @property
     def slices_at_once(self) -> int:
-        """The most neighbouring slices of a group that one job can hold."""
+        """The most neighboring slices of a group that one job can hold."""
         return len(self.take_ns) or 1
 
     @property

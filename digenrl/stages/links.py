@@ -59,7 +59,7 @@ class Traffic:
 
 
 class StageLinks:
-    """Stage `index` of `count`, connected to its neighbours. Use it in a `with` block, which closes the links.
+    """Stage `index` of `count`, connected to its neighbors. Use it in a `with` block, which closes the links.
 
     `codecs` are those of all links, of which this stage has two at most.
     """
@@ -127,13 +127,13 @@ class StageLinks:
             self._senders["backward"].codec = codecs[self.index - 1].gradients
 
     def abandon(self, reason: object) -> None:
-        """Tells the neighbours that this stage cannot continue, without waiting for them."""
+        """Tells the neighbors that this stage cannot continue, without waiting for them."""
         self._lost = self._lost or LinkError(f"stage {self.index} has failed: {reason}")
         for sender in self._senders.values():
             sender.put_last()
 
     def close(self) -> None:
-        """Closes all links; waits for the neighbours to do the same unless a link is lost."""
+        """Closes all links; waits for the neighbors to do the same unless a link is lost."""
         for sender in self._senders.values():
             sender.close()
         if self._lost is None:

@@ -12,7 +12,7 @@ from digenrl.telemetry.stacked_work import stacked_work
 from digenrl.telemetry.styles import fresh_style, percent, style_of, styles_in
 from digenrl.telemetry.time_axis import horizon_ns, seconds_text, ticks_ns
 from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
-from digenrl.telemetry.utilisation import LaneUse, lane_uses, pool_share, spans_by_lane
+from digenrl.telemetry.utilization import LaneUse, lane_uses, pool_share, spans_by_lane
 
 _MOST_ROWS = 40
 _KEPT_OF_EACH_KIND = 8
@@ -61,7 +61,7 @@ class _Drawing:
 
 
 def gantt_svg(trace: Trace, title: str = "", axis_ns: int = 0) -> str:
-    """Lanes as rows under their pool, blocks coloured by work, idle time dotted, a line at every commit.
+    """Lanes as rows under their pool, blocks colored by work, idle time dotted, a line at every commit.
 
     The axis ends with the run, or at `axis_ns` if that is later, so that several runs can have the same scale.
 
@@ -174,7 +174,7 @@ def _draw_span(drawing: _Drawing, span: Span, top: float) -> None:
     if span.work is Work.PUBLISH:  # a strip at the bottom: it runs concurrently with other work
         height, top = _PUBLISH_HEIGHT, top + _BLOCK_HEIGHT - _PUBLISH_HEIGHT
     block = svg.rect(drawing.blocks, x, top, width, height, svg.fill_of(style), "span")
-    # Outlines separate neighbours; they would hide a block of one or two pixels.
+    # Outlines separate neighbors; they would hide a block of one or two pixels.
     if span.work is Work.HELP:
         block.set("stroke", "#0a4a3c")
         block.set("stroke-width", "1.4" if width > 4 else "0")
@@ -244,14 +244,14 @@ def _draw_folded(drawing: _Drawing, row: FoldedRow, top: float) -> None:
         _add_tooltip(shape, f"{lanes}\nhow many of them {layer.work}, over time")
 
 
-def _light(colour: str) -> str:
-    """The colour, mixed with as much white: folded rows are fainter than the blocks of single lanes."""
-    parts = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+def _light(color: str) -> str:
+    """The color, mixed with as much white: folded rows are fainter than the blocks of single lanes."""
+    parts = (int(color[place : place + 2], 16) for place in (1, 3, 5))
     return "#" + "".join(f"{(part + 255) // 2:02x}" for part in parts)
 
 
 def _draw_commits(drawing: _Drawing, top: float, bottom: float) -> None:
-    """A dashed line through all rows at the end of each commit, labelled where there is room."""
+    """A dashed line through all rows at the end of each commit, labeled where there is room."""
     commits = [span for spans in drawing.spans.values() for span in spans if span.work is Work.COMMIT]
     commits.sort(key=lambda span: span.end_ns)
     frame, free_from = drawing.frame, 0.0

@@ -1,4 +1,4 @@
-"""The Gantt chart of a trace for a terminal, readable with and without colour."""
+"""The Gantt chart of a trace for a terminal, readable with and without color."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from digenrl.telemetry.row_folding import FoldedRow, Row, fold_lanes
 from digenrl.telemetry.styles import WorkStyle, fresh_style, percent, style_of, styles_in
 from digenrl.telemetry.time_axis import horizon_ns, seconds_text, ticks_ns
 from digenrl.telemetry.trace import Span, Trace, Work
-from digenrl.telemetry.utilisation import Intervals, LaneUse, lane_uses, spans_by_lane
+from digenrl.telemetry.utilization import Intervals, LaneUse, lane_uses, spans_by_lane
 
 _MOST_ROWS = 24
 _KEPT_OF_EACH_KIND = 4

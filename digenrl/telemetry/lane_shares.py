@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from digenrl.telemetry.trace import TRAINER_LANE, TRAINER_POOL, LaneInfo, Trace, Work
-from digenrl.telemetry.utilisation import counted_rows, lane_uses, spans_by_lane
+from digenrl.telemetry.utilization import counted_rows, lane_uses, spans_by_lane
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from digenrl.telemetry.lane_shares import TimeWindow
 from digenrl.telemetry.trace import TRAINER_LANE, TRAINER_POOL, LaneInfo, Span, Trace, Work
-from digenrl.telemetry.utilisation import Intervals, counted_rows, lane_uses, merged, spans_by_lane
+from digenrl.telemetry.utilization import Intervals, counted_rows, lane_uses, merged, spans_by_lane
 from digenrl.units import NS_PER_SECOND
 
 

@@ -90,7 +90,7 @@ def _complete_event(span: Span, process: int, thread: int) -> Event:
 
 
 def _event_name(span: Span) -> str:
-    """The kind of work, then a number: the viewer gives the same colour to names that differ only in digits."""
+    """The kind of work, then a number: the viewer gives the same color to names that differ only in digits."""
     kind = f"{span.work} stale" if span.stale else span.work.value
     if span.work in (Work.COMMIT, Work.PUBLISH):
         return f"{kind} v{span.step + 1}"

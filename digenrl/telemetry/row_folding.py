@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from digenrl.telemetry.trace import LaneInfo
-from digenrl.telemetry.utilisation import LaneUse
+from digenrl.telemetry.utilization import LaneUse
 
 # Folding one or two lanes hides them and saves almost no space.
 _FEWEST_FOLDED = 3

@@ -1,4 +1,4 @@
-"""The style of each kind of work: a letter, colours and a label, the same in every chart."""
+"""The style of each kind of work: a letter, colors and a label, the same in every chart."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from digenrl.telemetry.trace import Span, Work
 
 @dataclass(frozen=True, slots=True)
 class WorkStyle:
-    """The letter for charts without colour, the legend's label, and the colours."""
+    """The letter for charts without color, the legend's label, and the colors."""
 
     letter: str
     label: str

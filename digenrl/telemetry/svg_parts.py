@@ -41,7 +41,7 @@ def new_image(width: float, title: str) -> Element:
 
 
 def _add_patterns(image: Element) -> None:
-    """Dots for idle time, and stripes in the colour of each kind of stale work."""
+    """Dots for idle time, and stripes in the color of each kind of stale work."""
     defs = ElementTree.SubElement(image, "defs")
     size = {"patternUnits": "userSpaceOnUse", "width": "6", "height": "6"}
     dots = ElementTree.SubElement(defs, "pattern", {"id": "digenrl-idle", **size})
@@ -61,7 +61,7 @@ def layer(image: Element) -> Element:
 
 
 def fill_of(style: WorkStyle) -> str:
-    """The colour of a kind of work, or its stripes if it is stale."""
+    """The color of a kind of work, or its stripes if it is stale."""
     return f"url(#{_pattern_id(style)})" if style.stale else style.fill
 
 
@@ -72,10 +72,10 @@ def rect(parent: Element, x: float, y: float, width: float, height: float, fill:
 
 
 def line(
-    parent: Element, x1: float, y1: float, x2: float, y2: float, colour: str, width: float, dash: str = ""
+    parent: Element, x1: float, y1: float, x2: float, y2: float, color: str, width: float, dash: str = ""
 ) -> Element:
     ends = {"x1": f"{x1:.2f}", "y1": f"{y1:.2f}", "x2": f"{x2:.2f}", "y2": f"{y2:.2f}"}
-    drawn = ElementTree.SubElement(parent, "line", {**ends, "stroke": colour, "stroke-width": f"{width:g}"})
+    drawn = ElementTree.SubElement(parent, "line", {**ends, "stroke": color, "stroke-width": f"{width:g}"})
     if dash:
         drawn.set("stroke-dasharray", dash)
     return drawn
@@ -93,7 +93,7 @@ def text(
     weight: str = "",
     halo: str = "",
 ) -> Element:
-    """A line of text; `halo` is a colour around the letters that keeps them readable on stripes.
+    """A line of text; `halo` is a color around the letters that keeps them readable on stripes.
 
     It ignores the pointer, so that the tooltip of the block below it is shown.
     """

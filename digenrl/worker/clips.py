@@ -1,6 +1,6 @@
 """Videos as files: H.264 in MP4 by the encoder in the package imageio-ffmpeg, or GIF where it is not installed.
 
-Shape legend: F = frames, C = 3 colours, H, W = height and width.
+Shape legend: F = frames, C = 3 colors, H, W = height and width.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write_clip(pixels_FCHW: Tensor, path: Path) -> None:
     encoder = mp4_encoder()
     assert encoder is not None, "`clip_suffix` says whether there is an encoder"
     _, height, width, _ = frames_FHWC.shape
-    # H.264 with subsampled colour needs even sides: the last row and column are repeated.
+    # H.264 with subsampled color needs even sides: the last row and column are repeated.
     even_FHWC = numpy.pad(frames_FHWC, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
     _encode(encoder, even_FHWC, path)
 

@@ -1,4 +1,4 @@
-"""Pixels as PNG and MP4 files. Shape legend: B = samples, F = frames, C = 3 colours, H, W."""
+"""Pixels as PNG and MP4 files. Shape legend: B = samples, F = frames, C = 3 colors, H, W."""
 
 from __future__ import annotations
 

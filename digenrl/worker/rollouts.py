@@ -1,6 +1,6 @@
 """From a recipe's blueprint to rollouts: training slices and held-out samples.
 
-Shape legend: B = samples, F = frames, C = 3 colours, H and W = height and width.
+Shape legend: B = samples, F = frames, C = 3 colors, H and W = height and width.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Read from top to bottom, this is the way of a prompt to published weights. Each 
 come from the exchange and go there; jobs and results hold names and numbers only. The scheduler decides which
 stage runs where and when.
 
-Shape legend: B = samples, F = frames, C = 3 colours, H and W = height and width.
+Shape legend: B = samples, F = frames, C = 3 colors, H and W = height and width.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Conditioning, images of prompts and trajectories as named tensors, and back, to the last bit.
 
 What can be computed from ids alone (plans, schedules) does not travel. Shape legend: B = samples of a slice, K =
-kept steps, L = one sample's latents; C = 3 colours, H and W = height and width of an image.
+kept steps, L = one sample's latents; C = 3 colors, H and W = height and width of an image.
 """
 
 from __future__ import annotations

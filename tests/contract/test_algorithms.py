@@ -332,7 +332,7 @@ def test_all_samples_are_weighed_if_another_precision_may_have_generated_them():
     assert [each.settings.corrects_precision for each in (stale, every)] == [False, True]
 
 
-def test_guard_recentres_and_rescales_the_ratio_and_divides_by_the_step():
+def test_guard_recenters_and_rescales_the_ratio_and_divides_by_the_step():
     guard = build_algorithm("grpo_guard", {"clip": 0.5, "kl_weight": 0})
     loss = guard.loss(one_step(log_prob_R=column(-0.45)))
     # b = .2^2 / (2 * .2^2) = .5; rho = exp((-.45 + .5) * .2) = exp(.01); over h = .25
@@ -429,8 +429,8 @@ def test_awm_weighs_the_matching_error_by_the_advantage(advantage, options, expe
     loss = awm.loss(row)
     assert loss.total_M().item() == pytest.approx(expected, rel=1e-12)
     if not options:  # the two penalties: .1 * .2^2 to a reference at the old velocity, .5 * .2^2 to the old one
-        penalised = build_algorithm("awm", {**more, "kl_weight": 0.1, "old_kl_weight": 0.5})
-        fixed_M = penalised.loss(replace(row, reference_velocity_RL=row.old_velocity_RL)).fixed_M
+        penalized = build_algorithm("awm", {**more, "kl_weight": 0.1, "old_kl_weight": 0.5})
+        fixed_M = penalized.loss(replace(row, reference_velocity_RL=row.old_velocity_RL)).fixed_M
         assert fixed_M.item() == pytest.approx(0.1 * 0.04 + 0.5 * 0.04)
 
 

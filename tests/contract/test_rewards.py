@@ -47,7 +47,7 @@ def reward(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def pixels(samples: int = 2, frames: int = 1, seed: int = 0) -> Tensor:
-    """Smooth colours that do not look like text."""
+    """Smooth colors that do not look like text."""
     coarse = torch.rand(samples * frames, 3, 4, 5, generator=torch.Generator().manual_seed(seed))
     fine = torch.nn.functional.interpolate(coarse, size=(40, 48), mode="bilinear")
     return fine.reshape(samples, frames, 3, 40, 48)

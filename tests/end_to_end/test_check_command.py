@@ -206,7 +206,7 @@ def test_a_gated_repository_is_exit_code_2_and_one_line(
         main()
     assert stopped.value.code == 2
     printed = capsys.readouterr()
-    assert printed.err.count("\n") == 1 and f"licence at {hub.endpoint}/me/sd3" in printed.err
+    assert printed.err.count("\n") == 1 and f"license at {hub.endpoint}/me/sd3" in printed.err
     assert not printed.out
 
 

@@ -27,7 +27,7 @@ def test_a_run_learns_from_a_judge_and_replaces_the_prompt_that_it_refuses(live:
         judge = {"name": "judge", "url": server.url, "model": "m", "template": "unified_reward", "token_env": None}
         judge |= {"answer": {"field": "score"}, "cache": str(live.root / "answers")}
         rewards = f"rewards={json.dumps([judge, {'name': 'live_rewards:redness', 'weight': 0.5}])}"
-        run = live.finished(rewards, "reward_sum=normalised", "mode=colocated", "steps=3")
+        run = live.finished(rewards, "reward_sum=normalized", "mode=colocated", "steps=3")
         (raw,) = lines_of(live.finished(rewards, "mode=colocated", "steps=1").metrics)
     steps = lines_of(run.metrics)
     assert (raw["reward_mean"], raw["reward/judge/cached"]) == (steps[0]["reward_mean"], 1)

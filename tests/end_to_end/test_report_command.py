@@ -1,4 +1,4 @@
-"""`digenrl report`: writes page and trace and summarises the run, whatever its status."""
+"""`digenrl report`: writes page and trace and summarizes the run, whatever its status."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_page_and_the_trace_are_written_and_their_paths_printed(tmp_path: Pa
         assert f"wrote {run / name}" in printed
 
 
-def test_the_table_summarises_the_run(tmp_path: Path) -> None:
+def test_the_table_summarizes_the_run(tmp_path: Path) -> None:
     printed = report(write_run(tmp_path / "run"))
     assert row(printed, "steps") == ["2", "of", "2", "finished"]
     assert row(printed, "reward")[:3] == ["0.2500", "->", "0.5000"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from handmade_runs import (
-    AFTER_COLOURS,
-    BEFORE_COLOURS,
+    AFTER_COLORS,
+    BEFORE_COLORS,
     NASTY_PROMPT,
     both_recipe,
     evaluation_rows,
@@ -27,7 +27,7 @@ from digenrl.run_folder.folder import RunFolder
 from digenrl.run_folder.reading import read_run
 from digenrl.worker.clips import write_clip
 
-SECTIONS = ("samples", "curves", "timeline", "utilisation", "prediction", "recipe")
+SECTIONS = ("samples", "curves", "timeline", "utilization", "prediction", "recipe")
 GENERATE, TRAIN, SEND = [79, 134, 217], [242, 165, 65], [198, 93, 46]
 CONTROL, SHIFT = 2, 8  # modifiers, as the protocol numbers them
 
@@ -70,8 +70,8 @@ def at_second(page: Page, lane: int, second: float) -> tuple[float, float]:
     return plot_left + (plot_right - plot_left) * (second - first) / (last - first), y
 
 
-def colour_at(page: Page, selector: str, x: float, y: float) -> list[int]:
-    """The colour of one pixel of a canvas."""
+def color_at(page: Page, selector: str, x: float, y: float) -> list[int]:
+    """The color of one pixel of a canvas."""
     canvas = f"document.querySelector({json.dumps(selector)})"
     pixel = f"{canvas}.getContext('2d').getImageData({round(x)}, {round(y)}, 1, 1).data"
     return list(page.evaluate(f"Array.from({pixel}).slice(0, 3)"))
@@ -102,11 +102,11 @@ def test_the_header_shows_the_run_and_its_headline(page: Page, report: Path) -> 
 def test_grids_are_cut_into_cells_and_a_prompt_stays_text(page: Page, report: Path) -> None:
     page.open(report)
     page.wait_for("document.querySelectorAll('#grid-after .cell canvas')[3].width === 8")
-    for grid, colours in (("before", BEFORE_COLOURS), ("after", AFTER_COLOURS)):
+    for grid, colors in (("before", BEFORE_COLORS), ("after", AFTER_COLORS)):
         for corner in (0, 7):
             cells = [f"#grid-{grid} .cell:nth-child({place}) canvas" for place in (1, 2, 3, 4)]
-            shown = [colour_at(page, cell, corner, corner) for cell in cells]
-            assert shown == [list(colour) for colour in colours]
+            shown = [color_at(page, cell, corner, corner) for cell in cells]
+            assert shown == [list(color) for color in colors]
     assert NASTY_PROMPT in page.text("#grid-after .cell:nth-child(2) figcaption")
     assert page.evaluate("document.images.length") == 0
 
@@ -117,7 +117,7 @@ def test_a_clip_that_the_browser_cannot_play_leaves_the_image(page: Page, tmp_pa
     page.open(write_report(folder))
     page.wait_for("document.querySelectorAll('#grid-after .cell canvas')[3].width === 8")
     assert page.errors == []
-    assert colour_at(page, "#grid-after .cell:nth-child(1) canvas", 4, 4) == list(AFTER_COLOURS[0])
+    assert color_at(page, "#grid-after .cell:nth-child(1) canvas", 4, 4) == list(AFTER_COLORS[0])
 
 
 def test_a_clip_plays_in_the_place_of_its_image(page: Page, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def test_the_slider_selects_an_intermediate_evaluation(page: Page, tmp_path: Pat
     page.key("ArrowLeft")
     assert page.text("#grid-after h3") == "During: step 1, reward 0.800"
     page.wait_for("document.querySelector('#grid-after .cell canvas').width === 8")
-    assert colour_at(page, "#grid-after .cell canvas", 4, 4) == [9, 9, 9]
+    assert color_at(page, "#grid-after .cell canvas", 4, 4) == [9, 9, 9]
 
 
 def test_pointing_at_one_curve_shows_the_values_of_all(page: Page, report: Path) -> None:
@@ -195,11 +195,11 @@ def test_work_is_painted_where_it_happened(page: Page, report: Path) -> None:
     page.open(report)
     assert view(page) == (0.0, 19.0)
     left, top, _, _ = page.place_of("#gantt")
-    for lane, second, colour in ((0, 1.0, GENERATE), (1, 5.5, GENERATE), (3, 4.0, TRAIN)):
+    for lane, second, color in ((0, 1.0, GENERATE), (1, 5.5, GENERATE), (3, 4.0, TRAIN)):
         x, y = at_second(page, lane, second)
-        assert colour_at(page, "#gantt", x - left, y - top) == colour
+        assert color_at(page, "#gantt", x - left, y - top) == color
     x, y = at_second(page, 0, 7.0)
-    assert colour_at(page, "#gantt", x - left, y - top) not in (GENERATE, TRAIN)
+    assert color_at(page, "#gantt", x - left, y - top) not in (GENERATE, TRAIN)
 
 
 def test_pointing_at_work_shows_its_ids_and_pointing_at_a_bubble_its_length(page: Page, report: Path) -> None:
@@ -273,13 +273,13 @@ def test_the_timeline_can_be_navigated_and_zoomed_by_keys(page: Page, report: Pa
     assert view(page) == (0.0, 19.0)
 
 
-def test_the_utilisation_table_switches_between_steady_state_and_whole_run(page: Page, report: Path) -> None:
+def test_the_utilization_table_switches_between_steady_state_and_whole_run(page: Page, report: Path) -> None:
     page.open(report)
-    row = "#utilisation-table tbody tr:nth-child(2)"
+    row = "#utilization-table tbody tr:nth-child(2)"
     assert "40.0" in page.text(row) and "60.0" in page.text(row)
-    page.click("#utilisation-run")
+    page.click("#utilization-run")
     assert "42.1" in page.text(row)
-    assert page.evaluate("document.getElementById('utilisation-run').getAttribute('aria-pressed')") == "true"
+    assert page.evaluate("document.getElementById('utilization-run').getAttribute('aria-pressed')") == "true"
 
 
 def test_the_theme_can_be_chosen(page: Page, report: Path) -> None:
@@ -327,12 +327,12 @@ def test_a_run_whose_cards_do_both_shows_who_did_what(page: Page, tmp_path: Path
     table = page.text("#who-table").replace("\u202f", " ").splitlines()
     assert table[2].split("\t") == ["gen", "2 (50 %)", "1 (25 %)", "4 s", "2 s", "500 ms", "2.5 s"]
     assert table[4].split("\t") == ["trainer", "2 (50 %)", "3 (75 %)", "4 s", "3 s", "1 s", "1 s"]
-    page.click("#utilisation-run")
+    page.click("#utilization-run")
     assert page.text("#who-table").splitlines()[-1].split("\t")[:3] == ["all", "8", "8"]
     left, top, _, _ = page.place_of("#gantt")
-    for second, colour in ((1.0, GENERATE), (4.3, TRAIN), (6.25, SEND)):
+    for second, color in ((1.0, GENERATE), (4.3, TRAIN), (6.25, SEND)):
         x, y = at_second(page, 0, second)
-        assert colour_at(page, "#gantt", x - left, y - top) == colour
+        assert color_at(page, "#gantt", x - left, y - top) == color
     assert "send gradients" in page.text("#gantt-legend")
 
 
@@ -344,4 +344,4 @@ def test_a_run_that_has_just_started_shows_only_its_recipe(page: Page, tmp_path:
     assert page.errors == []
     assert "running when this page was written" in page.text("#status")
     hidden = [name for name in SECTIONS if page.evaluate(f"document.getElementById('{name}').hidden")]
-    assert hidden == ["samples", "curves", "timeline", "utilisation", "prediction"]
+    assert hidden == ["samples", "curves", "timeline", "utilization", "prediction"]

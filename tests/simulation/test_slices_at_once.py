@@ -173,7 +173,7 @@ def handed(actions: tuple[Action, ...]) -> list[tuple[int, Slice]]:
 BIG, SMALL = LaneOffer("big", 4 * SECOND, 4), LaneOffer("small", 5 * SECOND)
 
 
-def test_a_lane_takes_neighbouring_slices_of_one_group_as_one_job() -> None:
+def test_a_lane_takes_neighboring_slices_of_one_group_as_one_job() -> None:
     state, actions = decide(opened([BIG, BIG, BIG, SMALL]), Tick(0))
     assert handed(actions) == [
         (0, Slice(0, 0, 0, 4)),

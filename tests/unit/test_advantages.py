@@ -8,7 +8,7 @@ import statistics
 import pytest
 from serial_reference import batch_advantages
 
-from digenrl.algorithms.advantages import normalised_sum
+from digenrl.algorithms.advantages import normalized_sum
 from digenrl.algorithms.registry import build_algorithm
 from digenrl.config.reading import ConfigError
 
@@ -79,36 +79,36 @@ def test_a_reward_that_is_not_a_number_raises_before_any_advantage(name, bad):
         batch_advantages(algorithm, [[0.0, 1.0, 2.0], [0.0, 1.0, bad]])
 
 
-def test_normalised_rewards_have_the_influence_of_their_weights_whatever_their_scale():
+def test_normalized_rewards_have_the_influence_of_their_weights_whatever_their_scale():
     # deviations -1, 1, 0, 0 with a std of sqrt(1/2); deviations -200, 0, 0, 200 with a std of sqrt(20000)
     scores = [[1.0, 3.0, 2.0, 2.0], [100.0, 300.0, 300.0, 500.0]]
     unit = math.sqrt(2)
     expected = (-unit - 0.5 * unit, unit, 0.0, 0.5 * unit)
-    assert normalised_sum(scores, [1.0, 0.5], ddof=0, eps=1e-12) == pytest.approx(expected)
+    assert normalized_sum(scores, [1.0, 0.5], ddof=0, eps=1e-12) == pytest.approx(expected)
     larger = [scores[0], [1e3 * score - 7 for score in scores[1]]]
-    assert normalised_sum(larger, [1.0, 0.5], ddof=0, eps=1e-12) == pytest.approx(expected)
+    assert normalized_sum(larger, [1.0, 0.5], ddof=0, eps=1e-12) == pytest.approx(expected)
 
 
-def test_normalisation_uses_eps_and_degrees_of_freedom_and_ignores_rewards_without_spread():
+def test_normalization_uses_eps_and_degrees_of_freedom_and_ignores_rewards_without_spread():
     scores = [[0.0, 2.0], [0.1 + 0.2, 0.3], [7.0, 7.0]]
     # deviations -1 and 1: a sample std of sqrt(2); the others differ by rounding alone
     expected = 3 / (math.sqrt(2) + 0.5)
-    assert normalised_sum(scores, [3.0, 1e9, 1.0], ddof=1, eps=0.5) == pytest.approx((-expected, expected))
+    assert normalized_sum(scores, [3.0, 1e9, 1.0], ddof=1, eps=0.5) == pytest.approx((-expected, expected))
     with pytest.raises(ValueError, match="reward of sample 1"):
-        normalised_sum([[0.0, math.nan]], [1.0], ddof=0, eps=1e-4)
+        normalized_sum([[0.0, math.nan]], [1.0], ddof=0, eps=1e-4)
 
 
-def test_gdpo_is_normalised_rewards_divided_by_the_std_of_the_batch():
-    # Two groups and two rewards by hand: normalised to -1 and 1 each (eps is negligible), then summed.
-    first = normalised_sum([[0.0, 2.0], [5.0, 9.0]], [1.0, 1.0], ddof=0, eps=1e-12)  # -2, 2
-    second = normalised_sum([[0.0, 2.0], [9.0, 5.0]], [1.0, 1.0], ddof=0, eps=1e-12)  # 0, 0
+def test_gdpo_is_normalized_rewards_divided_by_the_std_of_the_batch():
+    # Two groups and two rewards by hand: normalized to -1 and 1 each (eps is negligible), then summed.
+    first = normalized_sum([[0.0, 2.0], [5.0, 9.0]], [1.0, 1.0], ddof=0, eps=1e-12)  # -2, 2
+    second = normalized_sum([[0.0, 2.0], [9.0, 5.0]], [1.0, 1.0], ddof=0, eps=1e-12)  # 0, 0
     flow = build_algorithm("flow_grpo", {"advantage": {"eps": 1e-12}})
     std = math.sqrt((4 + 4 + 0 + 0) / 4)
     advantages = batch_advantages(flow, [first, second])
     assert advantages == [pytest.approx((-2 / std, 2 / std)), pytest.approx((0.0, 0.0))]
 
 
-def test_without_a_std_normalised_rewards_are_the_sum_of_each_rewards_advantages():
+def test_without_a_std_normalized_rewards_are_the_sum_of_each_rewards_advantages():
     # As MixGRPO adds them up: (r - mean) / (sample std + 1e-8) of each reward, times its weight, clamped once.
     scores, weights = [[0.0, 1.0, 5.0], [0.3, 0.1, 0.2]], [1.0, 0.5]
     expected = [0.0, 0.0, 0.0]
@@ -118,7 +118,7 @@ def test_without_a_std_normalised_rewards_are_the_sum_of_each_rewards_advantages
         expected = [sum_ + weight * each / std for sum_, each in zip(expected, deviations, strict=True)]
     mix = build_algorithm("mix_grpo", {"advantage": {"std_over": "none"}})
     advantages = mix.settings.advantage
-    rewards = normalised_sum(scores, weights, advantages.ddof, advantages.eps)
+    rewards = normalized_sum(scores, weights, advantages.ddof, advantages.eps)
     assert batch_advantages(mix, [rewards])[0] == pytest.approx(expected)
     assert mix.scale_over == "group", "groups do not wait for each other"
     clamped = build_algorithm("flow_grpo", {"advantage": {"std_over": "none", "clamp": 2}})

@@ -26,7 +26,7 @@ LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)  # one frame each
 
 
 def video(height: int = 31, width: int = 33) -> Tensor:
-    """Frames of one colour, which becomes brighter."""
+    """Frames of one color, which becomes brighter."""
     levels_F = torch.tensor(LEVELS).view(-1, 1, 1, 1)
     return levels_F * torch.tensor([1.0, 0.8, 0.4]).view(1, 3, 1, 1).expand(len(LEVELS), 3, height, width)
 

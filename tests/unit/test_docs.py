@@ -226,7 +226,7 @@ def test_the_readme_lists_every_family_algorithm_and_reward() -> None:
             tasks[headings[task]].add(family.name)
     assert {what: named[what] for what in tasks} == tasks
     assert named["algorithms"] == set(ALGORITHMS)
-    rewards = [named[kind] for kind in ("verifiable rewards", "learnt rewards", "other rewards")]
+    rewards = [named[kind] for kind in ("verifiable rewards", "learned rewards", "other rewards")]
     assert set.union(*rewards) == set(REWARDS) and sum(map(len, rewards)) == len(REWARDS)
 
 

@@ -23,8 +23,8 @@ def test_the_table_of_algorithms_has_them_all_with_their_std() -> None:
     for name, (loss, std, _) in table.items():
         algorithm = build_algorithm(name)
         assert std == ("none" if name == "flow_dpo" else STD[algorithm.scale_over]), name
-        penalised = getattr(algorithm.settings, "kl_weight", None) or 0
-        assert ("KL to the reference" in loss) == (penalised > 0 and name != "diffusion_nft"), name
+        penalized = getattr(algorithm.settings, "kl_weight", None) or 0
+        assert ("KL to the reference" in loss) == (penalized > 0 and name != "diffusion_nft"), name
 
 
 def test_the_table_of_models_has_every_family_and_size() -> None:

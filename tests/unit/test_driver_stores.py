@@ -13,7 +13,7 @@ from digenrl.config.reading import ConfigError
 from digenrl.driver.calibration import check_room
 from digenrl.driver.cost_tracker import REMEMBERED, CostTracker, expected_ns, timed_offer
 from digenrl.driver.prompt_store import PromptStore
-from digenrl.driver.reward_sum import normalisation_of
+from digenrl.driver.reward_sum import normalization_of
 from digenrl.driver.sample_store import SampleStore
 from digenrl.driver.step_summary import step_summary
 from digenrl.prompts.sampler import PromptSampler
@@ -64,10 +64,10 @@ def test_a_group_comes_out_in_the_order_of_its_samples() -> None:
     assert group.place == 1
 
 
-def test_a_group_may_be_trained_with_rewards_that_are_normalised_each() -> None:
-    chosen = {"reward_sum": "normalised", "algorithm": {"name": "flow_grpo", "options": NEGLIGIBLE_EPS}}
+def test_a_group_may_be_trained_with_rewards_that_are_normalized_each() -> None:
+    chosen = {"reward_sum": "normalized", "algorithm": {"name": "flow_grpo", "options": NEGLIGIBLE_EPS}}
     rewards = [{"name": "ocr", "weight": 2}, {"name": "jpeg_compressibility", "label": "size"}]
-    store = SampleStore(normalisation_of(recipe(rewards=rewards, **chosen)))
+    store = SampleStore(normalization_of(recipe(rewards=rewards, **chosen)))
     for first in (2, 0):
         piece = artifact(first=first, job_id=first)
         store.add_slice(piece)
@@ -81,7 +81,7 @@ def test_a_group_may_be_trained_with_rewards_that_are_normalised_each() -> None:
     raw, parts, _ = store.close_step(0)
     assert list(raw.values()) == [0, 0.5, 2, 2.5], "metrics show the sum of raw scores"
     assert parts["ocr"] == [0.0, 1.0, 2.0, 1.0], "and each raw score"
-    assert normalisation_of(recipe()) is None
+    assert normalization_of(recipe()) is None
 
 
 def test_samples_are_found_in_the_slice_that_they_were_made_in() -> None:

@@ -1,4 +1,4 @@
-"""Model FLOP utilisation of generation and training."""
+"""Model FLOP utilization of generation and training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def span(lane: str, work: Work, seconds: float, size: int) -> Span:
     return Span(lane, work, 0, int(seconds * SECOND), step=0, group=0, first=0, size=size)
 
 
-def test_utilisation_is_the_share_of_the_rates_of_the_lanes_while_they_worked() -> None:
+def test_utilization_is_the_share_of_the_rates_of_the_lanes_while_they_worked() -> None:
     meter = FlopMeter(OPERATIONS)
     meter.add(span("generator-0", Work.GENERATE, 2.0, size=4))  # 8 of 20
     meter.add(span("generator-0 (2)", Work.GENERATE, 1.0, size=1))  # 2 of 10

@@ -69,7 +69,7 @@ def test_fused_layers_have_the_outputs_and_gradients_of_separate_ones(kind):
     fused = output_and_gradient(torch.compile(block, backend="aot_eager", fullgraph=True), inputs)
     assert all(torch.equal(one, other) for one, other in zip(eager, expected, strict=True))
     for one, other in zip(fused, expected, strict=True):
-        # A sigmoid rounds differently from a tanh, and a value may be quantized to a neighbouring one.
+        # A sigmoid rounds differently from a tanh, and a value may be quantized to a neighboring one.
         assert (one - other).norm() < 5e-3 * other.norm()
 
 

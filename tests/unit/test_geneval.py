@@ -20,10 +20,10 @@ from transformers import CLIPModel, CLIPTokenizer, YolosForObjectDetection
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.yolos.image_processing_pil_yolos import YolosImageProcessorPil
 
-from digenrl.config.rewards.geneval_tasks import COLOURS
+from digenrl.config.rewards.geneval_tasks import COLORS
 from digenrl.config.rewards.models import GenevalSettings
 from digenrl.rewards.contract import RewardError
-from digenrl.rewards.geneval import ColourNamer, GenevalReward, cropped
+from digenrl.rewards.geneval import ColorNamer, GenevalReward, cropped
 from digenrl.rewards.parts.detectors import LoadedDetector
 from digenrl.rewards.parts.geneval_rules import Detection
 
@@ -153,7 +153,7 @@ def test_a_class_that_the_weights_do_not_know_is_an_error(weights: dict[str, str
         reward.score(pixels(), [""], [{"include": [{"class": "zebra", "count": 1}]}])
 
 
-def test_a_colour_is_the_nearest_of_the_mean_captions(weights: dict[str, str]) -> None:
+def test_a_color_is_the_nearest_of_the_mean_captions(weights: dict[str, str]) -> None:
     image = Image.fromarray((pixels()[0, 0].permute(1, 2, 0) * 255).byte().numpy())
     objects = [Detection("cat", 0.9, (2.0, 3.0, 30.0, 25.0)), Detection("cat", 0.9, (10.0, 0.0, 15.0, 29.0))]
     model = CLIPModel.from_pretrained(weights["model"]).eval()
@@ -164,22 +164,22 @@ def test_a_colour_is_the_nearest_of_the_mean_captions(weights: dict[str, str]) -
     for each in objects:
         images = processor(images=[cropped(image, each)], return_tensors="pt")["pixel_values"]
         similarity = []
-        for colour in COLOURS:
+        for color in COLORS:
             texts = [
-                f"a photo of a {colour} cat",
-                f"a photo of a {colour}-colored cat",
-                f"a photo of a {colour} object",
+                f"a photo of a {color} cat",
+                f"a photo of a {color}-colored cat",
+                f"a photo of a {color} object",
             ]
             tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=40, return_tensors="pt")
             with torch.no_grad():
                 out = model(**tokens, pixel_values=images)
             mean = normalize(out.text_embeds, dim=-1).mean(dim=0)
             similarity.append(float(normalize(mean, dim=0) @ normalize(out.image_embeds[0], dim=0)))
-        expected.append(COLOURS[similarity.index(max(similarity))])
-    assert ColourNamer(GenevalSettings(**weights))(image, "cat", objects) == expected
+        expected.append(COLORS[similarity.index(max(similarity))])
+    assert ColorNamer(GenevalSettings(**weights))(image, "cat", objects) == expected
 
 
-def test_outside_of_its_mask_an_object_is_grey() -> None:
+def test_outside_of_its_mask_an_object_is_gray() -> None:
     image, mask = Image.new("RGB", (8, 8), (255, 0, 0)), Image.new("L", (8, 8), 0)
     mask.paste(255, (2, 2, 5, 5))
     crop = cropped(image, Detection("cat", 0.9, (1.0, 1.0, 6.0, 6.0), mask))

@@ -1,7 +1,7 @@
 """GenEval's rules against the verdicts of the authors' code on the same detections.
 
 geneval_cases.jsonl has one case per kind of task and outcome, found by random search. A detection is class,
-confidence, box and colour. The verdicts are those of the functions that geneval_rules.py names.
+confidence, box and color. The verdicts are those of the functions that geneval_rules.py names.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ POSITIONS: list[tuple[Box, Box, set[str]]] = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_verdict_is_that_of_the_authors_code(case: dict[str, Any]) -> None:
-    colours = {tuple(box): colour for _, _, box, colour in case["detections"]}
+    colors = {tuple(box): color for _, _, box, color in case["detections"]}
     detections = [Detection(label, confidence, tuple(box)) for label, confidence, box, _ in case["detections"]]
     verdict = judge(
-        Task.model_validate(case["task"]), detections, lambda label, found: [colours[each.box] for each in found]
+        Task.model_validate(case["task"]), detections, lambda label, found: [colors[each.box] for each in found]
     )
     assert (verdict.correct, verdict.strict) == (case["correct"], case["strict"])
     assert verdict.score == pytest.approx(case["score"], abs=1e-6)

@@ -74,7 +74,7 @@ def test_results_and_gradients_are_those_of_separate_layers(base, targets, adapt
         found.append(results_and_gradients(attn, join))
     assert len(found[0]) > 5 and any(each.any() for each in found[0][5:]) == (adapters != "off")
     for one, other in zip(*found, strict=True):
-        # fp8 gradients are quantized: a difference in the last bit may move a value to its neighbour.
+        # fp8 gradients are quantized: a difference in the last bit may move a value to its neighbor.
         assert (one - other).norm() <= (1e-2 if base == "fp8" else 1e-5) * other.norm()
 
 

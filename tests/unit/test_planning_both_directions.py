@@ -280,7 +280,7 @@ def test_a_plan_for_both_directions_is_a_recipe_whose_cards_do_both():
     assert over.job_samples == best.spec.trainer.job
 
 
-def test_a_model_of_the_catalogue_is_compared_as_well():
+def test_a_model_of_the_catalog_is_compared_as_well():
     workload = workload_for("wan", prompts=4, samples_per_prompt=4)
     result = search_plans(workload, H100S, PlanOptions(keep=1, steps=2, stale_shares=(0.0,)))
     assert {found.kind for found in result.plans} >= {"both directions"}

@@ -47,7 +47,7 @@ def test_sizes_between_two_measured_ones_are_interpolated():
     assert not Measured(slice_seconds={4: 2.5}).covers(1)
 
 
-def test_a_measured_slice_overrides_the_modelled_one_and_other_sizes_are_not_used():
+def test_a_measured_slice_overrides_the_modeled_one_and_other_sizes_are_not_used():
     measured = pool(card="H100")
     layout = generator_layout(FLUX, measured, 2)
     assert layout is not None and layout.lanes == 2
@@ -113,7 +113,7 @@ def test_machines_without_a_card_are_used_only_for_measured_work():
     ("workload", "pools", "complaint"),
     [
         (TINY, [{"slice_seconds": {1: 1.0}}], "measured.slice_seconds .* measured.train_seconds_per_sample"),
-        (TINY, [{"train_seconds_per_sample": 1.0}], "tiny .*catalogue"),
+        (TINY, [{"train_seconds_per_sample": 1.0}], "tiny .*catalog"),
         (
             TINY,
             [{"slice_seconds": {3: 1.0}, "train_seconds_per_sample": 1.0}],
@@ -157,7 +157,7 @@ def test_two_pools_of_one_card_have_different_names():
 
 def test_the_machines_of_a_pool_are_selected_by_its_keys_or_by_its_card():
     assert parse_model(CardPool, {"card": "rtx-pro-6000"}).place == {"accelerator": "RTX-PRO-6000"}
-    labelled = parse_model(CardPool, {"card": "H100", "labels": {"zone": "east"}})
-    assert labelled.place == {"labels": {"zone": "east"}}
+    labeled = parse_model(CardPool, {"card": "H100", "labels": {"zone": "east"}})
+    assert labeled.place == {"labels": {"zone": "east"}}
     assert pool(resources={"lab": 1}).place == {"resources": {"lab": 1.0}}
     assert pool().place == {}

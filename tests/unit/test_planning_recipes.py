@@ -1,4 +1,4 @@
-"""From a recipe to a workload, to a plan, and back to recipe keys; also for models without a catalogue entry."""
+"""From a recipe to a workload, to a plan, and back to recipe keys; also for models without a catalog entry."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from digenrl.models.families.sd3 import SD3, SD3Model
 from digenrl.models.registry import FAMILIES
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.facts.cluster import CardPool, Cluster, read_cluster
-from digenrl.planning.facts.recipe_workload import catalogue_model, options_for, workload_of
+from digenrl.planning.facts.recipe_workload import catalog_model, options_for, workload_of
 from digenrl.planning.facts.workload import Workload, workload_for
 from digenrl.planning.layout import Capabilities, best_trainer, possible_shards
 from digenrl.planning.memory import generator_memory
@@ -42,7 +42,7 @@ def recipe_of(name: str, *overrides: str) -> Recipe:
 
 def known_workload(recipe: Recipe, cluster: Cluster) -> Workload:
     """The workload of a recipe as planned without torch."""
-    return workload_of(recipe, cluster, catalogue_model(recipe))
+    return workload_of(recipe, cluster, catalog_model(recipe))
 
 
 def best(recipe: Recipe, cluster: Cluster, **options: Any) -> Plan:
@@ -123,7 +123,7 @@ def test_settings_that_affect_costs_are_read_from_the_recipe(name, overrides, ke
 )
 def test_adapters_are_counted_from_the_recipes_own_targets(name, targets, millions, more_activations):
     recipe = recipe_of(name, f"training.lora.targets={targets}")
-    facts, usual = facts_for(recipe, MIXED), catalogue_model(recipe)
+    facts, usual = facts_for(recipe, MIXED), catalog_model(recipe)
     assert facts.lora_parameters(recipe.training.lora.rank) / 1e6 == pytest.approx(millions, abs=0.05)
     for kind in ("eager", "compiled"):
         added = getattr(facts, kind).activations - getattr(usual, kind).activations
@@ -153,7 +153,7 @@ def test_a_local_pipeline_is_identified_by_its_layers(tmp_path: Path):
     config.write_text(json.dumps({"num_attention_heads": 40, "attention_head_dim": 128, "num_layers": 40}))
     assert known_workload(recipe, MIXED).model == "Wan2.1-14B"
     config.write_text(json.dumps({"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2}))
-    with pytest.raises(ConfigError, match=r"not in the catalogue .* measured costs"):
+    with pytest.raises(ConfigError, match=r"not in the catalog .* measured costs"):
         known_workload(recipe, MIXED)
 
 
@@ -368,7 +368,7 @@ def test_a_single_machine_can_be_planned():
 
 
 class OwnModel(SD3Model):
-    """A family that the catalogue does not know."""
+    """A family that the catalog does not know."""
 
     family = "own"
 
@@ -376,7 +376,7 @@ class OwnModel(SD3Model):
 OWN = replace(SD3, model_class=OwnModel)
 
 
-def test_a_family_without_a_catalogue_entry_is_planned_with_derived_facts(monkeypatch: pytest.MonkeyPatch):
+def test_a_family_without_a_catalog_entry_is_planned_with_derived_facts(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(FAMILIES, "own", OWN)
     recipe = recipe_of("sd3_flow_grpo", "model.family=own", "model.source=random")
     result = search_plans(recipe, H100S, PlanOptions(keep=1, steps=2, stale_shares=(0.0,)))

@@ -19,7 +19,7 @@ from digenrl.prompt_sets.contract import FRUITLESS_DRAWS, STANDARD_COUNT, Genera
 from digenrl.prompt_sets.grammar import SLOT, Draw, Grammar
 from digenrl.prompt_sets.registry import PROMPT_SETS
 from digenrl.prompts.sources import read_prompts
-from digenrl.rewards.ocr import normalised
+from digenrl.rewards.ocr import normalized
 
 each_set = pytest.mark.parametrize("name", PROMPT_SETS)
 
@@ -94,7 +94,7 @@ def test_the_text_of_a_sign_is_the_one_that_the_reward_looks_for(
 ) -> None:
     for prompt in standard["ocr_signs"]:
         assert quoted(prompt.text) == prompt.wants["text"] and len(prompt.wants["text"]) < 40
-        assert normalised(prompt.wants["text"]) == prompt.subject
+        assert normalized(prompt.wants["text"]) == prompt.subject
     assert len({prompt.subject for prompt in standard["ocr_signs"]}) > 3000
 
 

@@ -30,7 +30,7 @@ def with_weight(values: list[list[float]]) -> nn.Linear:
 
 
 def error_bound(layer: nn.Linear, precision: str) -> Tensor:
-    """Half the distance between neighbouring values, at the magnitude of each weight."""
+    """Half the distance between neighboring values, at the magnitude of each weight."""
     weight = layer.weight.detach()
     largest_N1 = weight.abs().amax(dim=1, keepdim=True)
     if precision == "int8":

@@ -366,7 +366,7 @@ CHANGES_THE_UPDATE = [
     "training.ema={decay: 0.5}",
     "techniques.tcss=0.1",
     "shuffled_rewards=true",
-    "reward_sum=normalised",
+    "reward_sum=normalized",
 ]
 CHANGES_NO_UPDATE = [
     "model.token=env:HF_TOKEN",

@@ -11,7 +11,7 @@ from handmade_traces import SECOND, both_trace, helped_trace, large_trace, on_po
 
 from digenrl.config.recipes.recipe import Recipe
 from digenrl.report import curves, headline
-from digenrl.report.content import about, headline_of, prediction_of, techniques, utilisation
+from digenrl.report.content import about, headline_of, prediction_of, techniques, utilization
 from digenrl.report.grids import choose_evenly, grids
 from digenrl.report.timeline import kinds_in, pack_intervals, shown_steps, timeline
 from digenrl.run_folder.metric_lines import StepRecord
@@ -19,7 +19,7 @@ from digenrl.run_folder.reading import read_run
 from digenrl.telemetry.lane_shares import TimeWindow, lane_shares, mean_busy, steady_window, step_windows
 from digenrl.telemetry.lane_totals import LaneTotals, lane_totals
 from digenrl.telemetry.trace import LaneInfo, Trace, Work
-from digenrl.telemetry.utilisation import lane_uses
+from digenrl.telemetry.utilization import lane_uses
 
 
 def steps_of(*values: dict[str, float]) -> tuple[StepRecord, ...]:
@@ -217,7 +217,7 @@ def test_a_run_whose_cards_do_both_says_so(tmp_path: Path) -> None:
     assert lanes == "local: 1 generator (cpu), 1 trainer (cpu); generators also train, the trainer also generates"
     (chart,) = [chart for chart in curves.health_charts(run) if chart.title == "Shares of samples"]
     assert [(series.name, series.y) for series in chart.series][-1] == ("assisted", (0.0, 0.5))
-    steady = utilisation(run)["steady"]["totals"]
+    steady = utilization(run)["steady"]["totals"]
     assert [(each["name"], each["generated"], each["trained"]) for each in steady] == [
         ("gen", 2, 1),
         ("trainer", 2, 3),
@@ -244,11 +244,11 @@ def test_the_most_important_settings_are_listed(tmp_path: Path) -> None:
 
 def test_several_rewards_show_their_weights_and_a_control_is_marked(tmp_path: Path) -> None:
     rewards = [{"name": "ocr", "weight": 0.7}, {"name": "jpeg_compressibility", "weight": 0.3}]
-    settings = recipe(rewards=rewards, reward_sum="normalised", shuffled_rewards=True)
+    settings = recipe(rewards=rewards, reward_sum="normalized", shuffled_rewards=True)
     words = dict(about(read_run(write_run(tmp_path / "run", settings=settings))))
     formula, *notes = words["Rewards"].split(", ")
     assert formula == "0.7 × ocr + 0.3 × jpeg_compressibility"
-    assert notes == ["each normalised within groups", "shuffled within groups (control)"]
+    assert notes == ["each normalized within groups", "shuffled within groups (control)"]
 
 
 def test_techniques_show_what_was_off() -> None:
@@ -348,7 +348,7 @@ def test_the_page_of_a_very_long_run_holds_its_last_steps(tmp_path: Path, monkey
     assert list(shown_steps(trace)) == [max(whole)]
 
 
-def test_packed_neighbours_stay_adjacent() -> None:
+def test_packed_neighbors_stay_adjacent() -> None:
     assert pack_intervals(((0, 1_500), (1_500, 9_999), (20_000, 21_000))) == [0, 1, 1, 8, 19, 1]
 
 
@@ -361,10 +361,10 @@ def test_stale_helped_and_concurrent_work_is_marked(tmp_path: Path) -> None:
 
 
 def test_lane_shares_are_given_for_the_run_and_the_steady_state(tmp_path: Path) -> None:
-    shown = utilisation(read_run(write_run(tmp_path / "run")))
+    shown = utilization(read_run(write_run(tmp_path / "run")))
     assert (shown["run"]["seconds"], shown["steady"]["seconds"]) == (19.0, 10.0)
     assert shown["run"]["lanes"]["fast"]["works"] == {"generate": pytest.approx(8 / 19)}
-    assert utilisation(read_run(write_run(tmp_path / "one", trace=helped_trace())))["steady"] is None
+    assert utilization(read_run(write_run(tmp_path / "one", trace=helped_trace())))["steady"] is None
 
 
 def test_long_runs_show_some_of_their_grids_and_always_the_first_and_last() -> None:

@@ -188,7 +188,7 @@ def test_a_users_class_is_built_with_its_label_and_arguments(
         "class Unscored(FrameReward):\n"
         "    def score_frame(self, frames, prompts, metadata):\n"
         "        pass\n"
-        "class Unlabelled(Brightness):\n"
+        "class Unlabeled(Brightness):\n"
         "    def __init__(self, label):\n"
         "        pass\n"
         "class Listed(FrameReward):\n"
@@ -207,8 +207,8 @@ def test_a_users_class_is_built_with_its_label_and_arguments(
     assert isinstance(unscored, FunctionSettings)
     with pytest.raises(ConfigError, match=r"'own_class:Unscored'.*score_frames"):
         import_target(unscored)
-    with pytest.raises(ConfigError, match=r"'own_class:Unlabelled'.*super"):
-        build_reward(parse_reward("own_class:Unlabelled"))
+    with pytest.raises(ConfigError, match=r"'own_class:Unlabeled'.*super"):
+        build_reward(parse_reward("own_class:Unlabeled"))
     with pytest.raises(RewardError, match=r"RewardBatch.*, got \[0"):
         build_reward(parse_reward("own_class:Listed")).score(PIXELS, PROMPTS, METADATA)
 

@@ -18,7 +18,7 @@ from digenrl.config.rewards.quoted_text import quoted
 from digenrl.config.rewards.table import OcrSettings, TextMatch, parse_reward
 from digenrl.rewards.building import build_reward
 from digenrl.rewards.contract import Reward, RewardError
-from digenrl.rewards.ocr import OcrReward, edit_distance, normalised, text_similarity
+from digenrl.rewards.ocr import OcrReward, edit_distance, normalized, text_similarity
 
 ANSWERS = TextRecOutput(txts=("1234", "1234", "1235"), scores=(0.9, 0.3, 0.9))
 
@@ -84,7 +84,7 @@ def test_texts_are_matched_as_configured(
 ) -> None:
     ways: dict[TextMatch, float] = {"contained": contained, "target": target, "whole": whole}
     for match, similarity in ways.items():
-        assert text_similarity(normalised(expected), normalised(read), match) == pytest.approx(similarity), match
+        assert text_similarity(normalized(expected), normalized(read), match) == pytest.approx(similarity), match
 
 
 def test_a_video_scores_the_mean_over_all_frames_or_over_those_that_score(
@@ -110,7 +110,7 @@ def test_small_images_are_readable(ocr: OcrReward) -> None:
         assert score(ocr, writing(text, height, letters=12), text=text)[1]["exact"] == 1.0
 
 
-def test_the_recogniser_receives_colours_in_its_channel_order(
+def test_the_recognizer_receives_colors_in_its_channel_order(
     ocr: OcrReward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
@@ -141,7 +141,7 @@ def test_without_detection_all_images_are_read_in_one_batch_at_their_own_size(
     assert batch.values == (1.0, 0.0, 0.75)  # the confidence of the second is too low
 
 
-def test_the_recogniser_has_the_configured_width_and_widens_for_longer_lines(line_reader: OcrReward) -> None:
+def test_the_recognizer_has_the_configured_width_and_widens_for_longer_lines(line_reader: OcrReward) -> None:
     shapes = []
     prepare = TextRecognizer.resize_norm_img
 

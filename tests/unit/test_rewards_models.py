@@ -111,7 +111,7 @@ def test_hpsv2_loads_the_published_file_into_the_base_model(clip: Path, tmp_path
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_aesthetic_is_the_head_on_the_normalised_image_embedding(clip: Path, tmp_path: Path, suffix: str) -> None:
+def test_aesthetic_is_the_head_on_the_normalized_image_embedding(clip: Path, tmp_path: Path, suffix: str) -> None:
     state, file = head_state(24), tmp_path / f"head{suffix}"
     save_file(state, file) if suffix == ".safetensors" else torch.save(state, file)
     model = CLIPModel.from_pretrained(clip).eval()

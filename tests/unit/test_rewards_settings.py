@@ -31,7 +31,7 @@ def test_a_name_alone_is_a_reward_with_weight_one() -> None:
     assert parse_rewards("ocr") == (OcrSettings(weight=1.0),)
 
 
-def test_an_import_path_is_a_reward_labelled_by_the_name_of_its_function() -> None:
+def test_an_import_path_is_a_reward_labeled_by_the_name_of_its_function() -> None:
     (reward,) = parse_rewards(["my_package.scores:smile"])
     assert reward == FunctionSettings(target="my_package.scores:smile")
     assert reward == parse_reward({"name": "my_package.scores:smile"})

@@ -72,17 +72,17 @@ def folder_of(tmp_path: Path, **changes: Any) -> RunFolder:
 def test_a_grid_shows_pictures_row_by_row_with_their_words(tmp_path: Path) -> None:
     folder, pictures = folder_of(tmp_path), tmp_path / "pictures"
     pictures.mkdir()
-    colours = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0), (0, 200, 200)]
-    for index, colour in enumerate(colours):
-        Image.new("RGB", (6, 4), colour).save(pictures / f"{index:04d}.png")
+    colors = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0), (0, 200, 200)]
+    for index, color in enumerate(colors):
+        Image.new("RGB", (6, 4), color).save(pictures / f"{index:04d}.png")
     scores = [HeldOutScore(f"prompt {index}", index / 2, {"ocr": 1.0}) for index in range(9)]
     grid = write_grid(folder, 20, pictures, scores)
     assert grid == folder.grid(20)
     image = Image.open(grid)
     assert image.size == (2 * (6 + GAP) + GAP, 3 * (4 + GAP) + GAP)
-    for index, colour in enumerate(colours):
+    for index, color in enumerate(colors):
         row, column = divmod(index, 2)
-        assert image.getpixel((GAP + column * (6 + GAP), GAP + row * (4 + GAP))) == colour
+        assert image.getpixel((GAP + column * (6 + GAP), GAP + row * (4 + GAP))) == color
     words = json.loads(folder.grid_captions(20).read_text())
     assert words["columns"] == 2
     assert [item["prompt"] for item in words["items"]] == [f"prompt {index}" for index in range(5)]

@@ -41,7 +41,7 @@ from digenrl.scheduling import SchedulerState, initial_state
 from digenrl.simulation.virtual_cluster import Faults, VirtualCluster
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
-from digenrl.telemetry.utilisation import lane_uses
+from digenrl.telemetry.utilization import lane_uses
 
 SECOND = 1_000_000_000
 NO_FAULTS = Faults()

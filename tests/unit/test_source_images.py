@@ -128,7 +128,7 @@ def test_the_shades_of_an_image_with_16_bits_are_kept() -> None:
     assert decoded(as_png(depth), 1, 3).tobytes() == bytes([0, 0, 0, 128, 128, 128, 255, 255, 255])
 
 
-def test_cropping_keeps_the_centre_and_the_area_keeps_the_aspect_ratio() -> None:
+def test_cropping_keeps_the_center_and_the_area_keeps_the_aspect_ratio() -> None:
     wide = Image.new("RGB", (300, 100), "white")
     wide.paste("black", (100, 0, 200, 100))
     cropped = resized(wide, 50, 50, "crop")

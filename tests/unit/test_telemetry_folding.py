@@ -10,7 +10,7 @@ from digenrl.telemetry.stacked_work import Layer, stacked_work
 from digenrl.telemetry.styles import LEGEND_ORDER, fresh_style
 from digenrl.telemetry.time_axis import seconds_text, ticks_ns
 from digenrl.telemetry.trace import LaneInfo, Work
-from digenrl.telemetry.utilisation import lane_uses
+from digenrl.telemetry.utilization import lane_uses
 
 
 def test_few_lanes_are_not_folded() -> None:
@@ -58,7 +58,7 @@ def test_seconds_are_written_exactly() -> None:
     assert [seconds_text(t) for t in (0, 500_000_000, 10 * SECOND, 100 * SECOND)] == ["0", "0.5", "10", "100"]
 
 
-def test_every_style_has_its_own_letter_label_and_colour() -> None:
+def test_every_style_has_its_own_letter_label_and_color() -> None:
     for attribute in ("letter", "label", "fill"):
         assert len({getattr(style, attribute) for style in LEGEND_ORDER}) == len(LEGEND_ORDER)
 

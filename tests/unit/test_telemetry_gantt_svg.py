@@ -13,7 +13,7 @@ from handmade_traces import SECOND, both_trace, helped_trace, large_trace, on_po
 from digenrl.telemetry.gantt_svg import gantt_svg, span_description
 from digenrl.telemetry.styles import fresh_style, style_of
 from digenrl.telemetry.trace import LaneInfo, Trace, Work
-from digenrl.telemetry.utilisation import lane_uses
+from digenrl.telemetry.utilization import lane_uses
 
 SVG = "{http://www.w3.org/2000/svg}"
 TRACES = pytest.mark.parametrize("trace", [on_policy_trace(), helped_trace(), both_trace(), large_trace()])
@@ -87,7 +87,7 @@ def test_runs_drawn_to_one_scale_have_blocks_of_one_width() -> None:
     assert width_of_two_seconds(5) == width_of_two_seconds(0)
 
 
-def test_blocks_are_labelled_with_group_and_version_where_they_fit() -> None:
+def test_blocks_are_labeled_with_group_and_version_where_they_fit() -> None:
     words = Counter(words_in(parse(on_policy_trace())))
     assert words["g0 v0"] == words["g1 v0"] == words["g0 v1"] == words["g1 v1"] == 2
     assert words["train g0"] == words["train g1"] == 2
@@ -189,7 +189,7 @@ def test_an_empty_trace_still_gives_an_image() -> None:
     assert parse(Trace((), (), 0)).tag == f"{SVG}svg"
 
 
-def test_a_lane_that_does_both_shows_generating_training_and_sending_in_their_colours() -> None:
+def test_a_lane_that_does_both_shows_generating_training_and_sending_in_their_colors() -> None:
     picture = parse(both_trace())
     fills = {
         tooltip(rect).split(",")[0]: rect.attrib["fill"]

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from digenrl.telemetry.gantt_terminal import gantt_text
 from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
-from digenrl.telemetry.utilisation import lane_uses
+from digenrl.telemetry.utilization import lane_uses
 
 # With names of three letters, a chart of this width has a bar of 40 columns.
 WIDTH_OF_40_COLUMNS = 3 + 1 + 40 + len(" 100 %")
@@ -129,7 +129,7 @@ def test_no_line_is_wider_than_asked(width: int) -> None:
         assert max(len(line) for line in gantt_text(trace, width).plain.splitlines()) <= width
 
 
-def test_a_plain_terminal_shows_the_same_characters_as_a_coloured_one() -> None:
+def test_a_plain_terminal_shows_the_same_characters_as_a_colored_one() -> None:
     picture = gantt_text(large_trace(), 80)
     shown = io.StringIO()
     Console(file=shown, width=80, color_system=None).print(picture, end="")
@@ -137,7 +137,7 @@ def test_a_plain_terminal_shows_the_same_characters_as_a_coloured_one() -> None:
     assert picture.plain.isascii()
 
 
-def test_stale_and_helped_slices_have_their_own_colours() -> None:
+def test_stale_and_helped_slices_have_their_own_colors() -> None:
     trace = one_lane(
         span("gen", Work.GENERATE, 0, 10, size=1),
         span("gen", Work.GENERATE, 10, 20, step=1, size=1),
@@ -145,8 +145,8 @@ def test_stale_and_helped_slices_have_their_own_colours() -> None:
     )
     picture = gantt_text(trace, WIDTH_OF_40_COLUMNS)
     console = Console()
-    colours = [picture.get_style_at_offset(console, 4 + column).bgcolor for column in (5, 15, 25, 35)]
-    assert len(set(colours)) == 4
+    colors = [picture.get_style_at_offset(console, 4 + column).bgcolor for column in (5, 15, 25, 35)]
+    assert len(set(colors)) == 4
 
 
 def test_the_legend_lists_what_occurs_and_nothing_else() -> None:

@@ -43,7 +43,7 @@ from digenrl.telemetry.gantt_terminal import gantt_text
 from digenrl.telemetry.perfetto import perfetto_json
 from digenrl.telemetry.recorder import Recorder
 from digenrl.telemetry.trace import Span, Work
-from digenrl.telemetry.utilisation import lane_uses
+from digenrl.telemetry.utilization import lane_uses
 
 PIECE = Slice(step=0, group=0, first=0, size=1)
 GENERATE = Generate(0, 0, PIECE, lane=0, version=0)

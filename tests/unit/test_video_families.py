@@ -1,4 +1,4 @@
-"""Behaviour specific to Qwen-Image, Wan and HunyuanVideo; the contract suite covers what all families share."""
+"""Behavior specific to Qwen-Image, Wan and HunyuanVideo; the contract suite covers what all families share."""
 
 from __future__ import annotations
 

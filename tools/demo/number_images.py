@@ -12,7 +12,7 @@ from torch import Tensor
 
 HEIGHT, WIDTH = 32, 64
 FONT_SIZES = (20, 21, 22, 23, 24)  # in pixels
-MAX_OFFSET = 2  # pixels from the centre
+MAX_OFFSET = 2  # pixels from the center
 
 
 def prompt_of(number: int) -> str:
@@ -25,7 +25,7 @@ def prompt_of(number: int) -> str:
 
 
 def draw_numbers(numbers: list[int], random: Random) -> Tensor:
-    """One image per number, as input of a VAE: (N, 3, 32, 64) in [-1, 1]. Size, position and colours vary."""
+    """One image per number, as input of a VAE: (N, 3, 32, 64) in [-1, 1]. Size, position and colors vary."""
     pixels_NHWC = numpy.stack([numpy.asarray(draw_number(number, random)) for number in numbers])
     return torch.from_numpy(pixels_NHWC).permute(0, 3, 1, 2).float() / 127.5 - 1
 

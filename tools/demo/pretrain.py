@@ -55,7 +55,7 @@ def pretrain(directory: Path, seed: int, vae_steps: int, steps: int) -> float:
     with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[loss]}")) as progress:
         train_vae(pipeline.vae, numbers, vae_steps, draws, progress)
         images = draw_numbers(draws.random.choices(numbers, k=STATISTICS_OVER), draws.random)
-        standardise_latents(pipeline.vae, images)
+        standardize_latents(pipeline.vae, images)
         model = SD3Model(pipeline)
         train_transformer(model, numbers, steps, draws, progress)
     write_in_half_precision(pipeline, directory)
@@ -95,11 +95,11 @@ def train_autoencoder(vae: Any, draw: Callable[[], Tensor], steps: int, draws: D
         total: Tensor = (decoded_BCHW - images_BCHW).square().mean() + KL_WEIGHT * kl
         return total
 
-    minimise(vae, loss, steps, VAE_LEARNING_RATE, "VAE", progress)
+    minimize(vae, loss, steps, VAE_LEARNING_RATE, "VAE", progress)
 
 
 @torch.no_grad()
-def standardise_latents(vae: Any, images_BCHW: Tensor) -> None:
+def standardize_latents(vae: Any, images_BCHW: Tensor) -> None:
     """Sets the VAE's shift and scale so that latents have mean 0 and standard deviation 1."""
     latents_BCHW = vae.encode(images_BCHW).latent_dist.mean
     vae.register_to_config(
@@ -125,10 +125,10 @@ def train_transformer(model: SD3Model, numbers: list[int], steps: int, draws: Dr
         distance: Tensor = (velocity_BL - (noise_BL - clean_BL)).square().mean()
         return distance
 
-    minimise(model.transformer, loss, steps, LEARNING_RATE, "transformer", progress)
+    minimize(model.transformer, loss, steps, LEARNING_RATE, "transformer", progress)
 
 
-def minimise(
+def minimize(
     module: nn.Module, loss: Callable[[], Tensor], steps: int, learning_rate: float, name: str, progress: Progress
 ) -> None:
     """AdamW with a warm-up and a cosine decay to a twentieth of the learning rate."""

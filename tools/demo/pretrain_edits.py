@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxKontextPipeline, FluxTransformer2DModel
 from edit_pictures import SIDE, WORDS, as_pixels, draw_edit
-from pretrain import Draws, minimise, standardise_latents, train_autoencoder, write_in_half_precision
+from pretrain import Draws, minimize, standardize_latents, train_autoencoder, write_in_half_precision
 from rich.progress import Progress, TextColumn
 from torch import Tensor
 from untrained_pipeline import SHIFT, small_t5, small_vae
@@ -71,7 +71,7 @@ def pretrain(directory: Path, seed: int, vae_steps: int, steps: int) -> None:
         train_autoencoder(
             pipeline.vae, lambda: sources[random.sample(range(DRAWN), VAE_BATCH)], vae_steps, draws, progress
         )
-        standardise_latents(pipeline.vae, sources[:512])
+        standardize_latents(pipeline.vae, sources[:512])
         model = FluxKontextModel(pipeline)
         prompts = [edit.prompt for edit in edits]
         train_transformer(
@@ -118,7 +118,7 @@ def train_transformer(
         distance: Tensor = (velocity_BL - (noise_BL - clean_BL)).square().mean()
         return distance
 
-    minimise(model.transformer, loss, steps, LEARNING_RATE, "transformer", progress)
+    minimize(model.transformer, loss, steps, LEARNING_RATE, "transformer", progress)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from digenrl.host_memory import free_host_bytes
 from digenrl.planning.facts.cards import undescribed_card
 from digenrl.planning.facts.cluster import Cluster
 from digenrl.planning.facts.model_facts import BYTES_BF16
-from digenrl.planning.facts.recipe_workload import catalogue_model, workload_of
+from digenrl.planning.facts.recipe_workload import catalog_model, workload_of
 from digenrl.planning.memory import GIB, generator_memory, trainer_memory
 
 EMBEDDINGS = 0.2  # of a text encoder's weights, at most
@@ -57,7 +57,7 @@ def this_device(name: str, limit_gib: float | None = None) -> Device:
 
 def memory_needs(recipe: Recipe, configurations: Path | None, text_encoder_bytes: int) -> MemoryNeeds:
     """The needs of a recipe's model. `configurations` is a folder with config.json of transformer and VAE."""
-    entry = catalogue_model(recipe)
+    entry = catalog_model(recipe)
     facts = derive_facts(recipe, configurations) if entry is None else with_targets(entry, recipe)
     workload = workload_of(recipe, Cluster.model_construct(pools=()), facts)
     card, shards = undescribed_card("this device"), recipe.lanes.ranks if recipe.shards_model else 1

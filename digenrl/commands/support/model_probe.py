@@ -1,6 +1,6 @@
 """Tokenizes, encodes, denoises and decodes a probe with a model, and with its diffusers pipeline for comparison.
 
-Shape legend: B = 1 sample, L = latents in the layout of the family's transformer, F = frames, C = 3 colours, H, W.
+Shape legend: B = 1 sample, L = latents in the layout of the family's transformer, F = frames, C = 3 colors, H, W.
 """
 
 from __future__ import annotations

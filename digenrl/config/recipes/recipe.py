@@ -169,7 +169,7 @@ class SampleSettings(Frozen):
     `same_initial_noise` all samples of a group start from the same noise; by default as the algorithm's
     publication does. `last_step_noise` adds noise in the last step too, which is never trained.
 
-    Source images get the size of the samples: they are scaled to cover it and cropped to their centre. With
+    Source images get the size of the samples: they are scaled to cover it and cropped to their center. With
     `source_size: area` they keep their aspect ratio, and have about as many pixels as a sample.
     """
 
@@ -407,8 +407,8 @@ class Recipe(Frozen):
     model: ModelSettings
     prompts: PromptSettings
     rewards: Rewards
-    reward_sum: Literal["raw", "normalised"] = Field(
-        default="raw", description="training adds up raw scores, or scores normalised within their group (GDPO)"
+    reward_sum: Literal["raw", "normalized"] = Field(
+        default="raw", description="training adds up raw scores, or scores normalized within their group (GDPO)"
     )
     sample: SampleSettings
     batch: BatchSettings

@@ -1,4 +1,4 @@
-"""GenEval's metadata of a prompt: the objects that an image should show, their counts, colours and positions."""
+"""GenEval's metadata of a prompt: the objects that an image should show, their counts, colors and positions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from digenrl.config.reading import Frozen
 
-COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 
 Relation = Literal["left of", "right of", "above", "below"]
 
@@ -32,8 +32,8 @@ class Task(Frozen):
     @model_validator(mode="after")
     def _can_be_judged(self) -> Task:
         for index, wanted in enumerate(self.include):
-            if wanted.color is not None and wanted.color not in COLOURS:
-                raise ValueError(f"include.{index}.color: '{wanted.color}'; known: {', '.join(COLOURS)}")
+            if wanted.color is not None and wanted.color not in COLORS:
+                raise ValueError(f"include.{index}.color: '{wanted.color}'; known: {', '.join(COLORS)}")
             if wanted.position is not None and not 0 <= wanted.position[1] < index:
                 raise ValueError(
                     f"include.{index}.position: refers to {wanted.position[1]}, not to an earlier entry"

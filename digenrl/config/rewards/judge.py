@@ -92,7 +92,7 @@ TEMPLATES: dict[str, JudgeTemplate] = {
         "The first image is the source, the image after it is the result of this editing instruction: $prompt\n\n"
         "Rate the edit from 0 to 10. 10: the instruction is carried out completely, everything that it does not "
         "mention is unchanged, and the result looks natural. 5: carried out in part, or with unwanted changes. 0: "
-        f"not carried out, or the source is no longer recognisable. {_IN_JSON}",
+        f"not carried out, or the source is no longer recognizable. {_IN_JSON}",
         AnswerFormat(field="score"),
         source_image="image",
     ),

@@ -132,10 +132,10 @@ class AestheticSettings(ClipRewardSettings):
 
 
 class GenevalSettings(ClipRewardSettings):
-    """Counts, colours and positions of detected objects, by the metadata of GenEval's prompts.
+    """Counts, colors and positions of detected objects, by the metadata of GenEval's prompts.
 
     `detector` is a directory or hub id of a model for object detection, or the URL of a detector's server.
-    `model` is the CLIP that names colours.
+    `model` is the CLIP that names colors.
     """
 
     name: Literal["geneval"] = "geneval"

@@ -88,7 +88,7 @@ class HubRepository:
     def _explained(self, error: Exception) -> ConfigError:
         if isinstance(error, errors.GatedRepoError):
             page = f"{_endpoint()}/{self.id}"
-            return ConfigError(f"{self.id}: gated: accept its licence at {page}, then {HOW_TO_LOG_IN}")
+            return ConfigError(f"{self.id}: gated: accept its license at {page}, then {HOW_TO_LOG_IN}")
         if isinstance(error, errors.RepositoryNotFoundError):
             return ConfigError(
                 f"{self.id}: no such directory, and no such repository on the hub, or a private one; check the "

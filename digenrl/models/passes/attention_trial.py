@@ -133,7 +133,7 @@ def _try_call(call: AttentionCall, kernel: Kernel, device: torch.device, backwar
         return [output, *torch.autograd.grad(output, (query, key, value), gradient)]
 
     with torch.set_grad_enabled(backward):
-        run(other_layout)  # kernels may keep what they learnt about the first gradient
+        run(other_layout)  # kernels may keep what they learned about the first gradient
         results = [result.detach() for result in run()]
         for row, head in {(0, 0), (rows - 1, call.heads - 1)}:
             expected = _reference([each[row, :, head] for each in (query, key, value, gradient)], _row(mask, row))

@@ -125,7 +125,7 @@ def _rotation(table, token, inside, WIDTH: tl.constexpr):  # type: ignore[no-unt
 
 @jit  # type: ignore[untyped-decorator]
 def _rotated(value, cos, sin, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rotates every pair of neighbouring channels."""
+    """Rotates every pair of neighboring channels."""
     first, second = tl.split(tl.reshape(value, (value.shape[0], WIDTH // 2, 2)))
     pairs = tl.join(first * cos - second * sin, first * sin + second * cos)
     return tl.reshape(pairs, (value.shape[0], WIDTH))

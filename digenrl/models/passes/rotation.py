@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def rotated(value_BSHD: Tensor, table_SP2: Tensor) -> Tensor:
-    """Rotates every pair of neighbouring channels, computed in fp32 (fp64 in an fp64 model).
+    """Rotates every pair of neighboring channels, computed in fp32 (fp64 in an fp64 model).
 
     The table has the cosine and sine of every pair; it may also have a row for each row of the batch. Both ways
     below have the same result. Compiled without gradient, swapping is faster: the norm, the rotation and what

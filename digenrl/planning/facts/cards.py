@@ -1,4 +1,4 @@
-"""The catalogue of cards, from public data sheets (catalogue/cards.yaml), and the lookup of catalogue entries."""
+"""The catalog of cards, from public data sheets (catalog/cards.yaml), and the lookup of catalog entries."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from digenrl.config.reading import ConfigError, Frozen, nearest, parse_model
 Positive = Annotated[float, Field(gt=0)]
 
 
-class CatalogueEntry(Frozen):
-    """A named entry of the catalogue."""
+class CatalogEntry(Frozen):
+    """A named entry of the catalog."""
 
     name: str
     aliases: tuple[str, ...] = ()
 
 
-Entry = TypeVar("Entry", bound=CatalogueEntry)
+Entry = TypeVar("Entry", bound=CatalogEntry)
 
 
-class Card(CatalogueEntry):
+class Card(CatalogEntry):
     """A card as described by its data sheet; link rates are per direction. A cluster file can define its own.
 
     `fp8`: whether it has units for products in fp8.
@@ -61,8 +61,8 @@ def undescribed_card(name: str) -> Card:
 
 @cache
 def known_cards() -> tuple[Card, ...]:
-    """All cards of the catalogue, in file order."""
-    return tuple(parse_model(Card, entry) for entry in read_catalogue("cards.yaml"))
+    """All cards of the catalog, in file order."""
+    return tuple(parse_model(Card, entry) for entry in read_catalog("cards.yaml"))
 
 
 def find_card(name: str) -> Card:
@@ -70,11 +70,11 @@ def find_card(name: str) -> Card:
     return find_entry("card", name, known_cards())
 
 
-def read_catalogue(file_name: str) -> list[dict[str, Any]]:
-    """The entries of one catalogue file, not yet validated."""
-    text = files("digenrl.planning").joinpath("catalogue", file_name).read_text(encoding="utf-8")
+def read_catalog(file_name: str) -> list[dict[str, Any]]:
+    """The entries of one catalog file, not yet validated."""
+    text = files("digenrl.planning").joinpath("catalog", file_name).read_text(encoding="utf-8")
     entries = yaml.safe_load(text)
-    assert isinstance(entries, list), f"catalogue/{file_name} must be a list of entries"
+    assert isinstance(entries, list), f"catalog/{file_name} must be a list of entries"
     return entries
 
 

@@ -1,6 +1,6 @@
-"""The size of a model and the work of one forward: from the catalogue (catalogue/models.yaml) or derived.
+"""The size of a model and the work of one forward: from the catalog (catalog/models.yaml) or derived.
 
-Catalogue entries are fitted to measurements. The facts of any other model are counted from its layers, outside
+Catalog entries are fitted to measurements. The facts of any other model are counted from its layers, outside
 this package because that needs torch, and completed here with default efficiencies.
 """
 
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from digenrl.config.reading import ConfigError, Frozen, parse_model
-from digenrl.planning.facts.cards import CatalogueEntry, Positive, find_entry, read_catalogue
+from digenrl.planning.facts.cards import CatalogEntry, Positive, find_entry, read_catalog
 
 Whole = Annotated[int, Field(ge=1)]
 WholeOrZero = Annotated[int, Field(ge=0)]
@@ -64,7 +64,7 @@ class ForwardWork:
 
 
 class ModelFacts(Frozen):
-    """One model. The comments in catalogue/models.yaml define each number.
+    """One model. The comments in catalog/models.yaml define each number.
 
     `fitted` is False for numbers that were counted from the layers and not fitted to measurements.
     """
@@ -161,30 +161,30 @@ class ModelFacts(Frozen):
         return round(self.lora_linears * rank * 2 * self.hidden)
 
 
-class CatalogueModel(ModelFacts, CatalogueEntry):
-    """A model of the catalogue. `sources` are words in the names of its published pipelines."""
+class CatalogModel(ModelFacts, CatalogEntry):
+    """A model of the catalog. `sources` are words in the names of its published pipelines."""
 
     sources: tuple[str, ...]
     published: PublishedSettings
 
 
 @cache
-def known_models() -> tuple[CatalogueModel, ...]:
-    """All models of the catalogue, in file order."""
-    return tuple(parse_model(CatalogueModel, entry) for entry in read_catalogue("models.yaml"))
+def known_models() -> tuple[CatalogModel, ...]:
+    """All models of the catalog, in file order."""
+    return tuple(parse_model(CatalogModel, entry) for entry in read_catalog("models.yaml"))
 
 
 @cache
-def find_model(name: str) -> CatalogueModel:
+def find_model(name: str) -> CatalogModel:
     """The model with this name or alias; raises ConfigError with the nearest name."""
     return find_entry("model", name, known_models())
 
 
-# Where nothing was measured: typical values of the catalogue's models.
+# Where nothing was measured: typical values of the catalog's models.
 TYPICAL_EAGER = {"traffic_passes": 208.0, "launch_ms_per_block": 0.66}
 TYPICAL_COMPILED = {"traffic_passes": 90.0, "launch_ms_per_block": 0.38}
 TYPICAL_DECODE_GFLOP = {"image": 0.032, "video": 0.04}
-# The compiler recomputes part of what eager blocks save: 74 to 91 % is left in the catalogue's models.
+# The compiler recomputes part of what eager blocks save: 74 to 91 % is left in the catalog's models.
 COMPILED_ACTIVATIONS = 0.9
 
 

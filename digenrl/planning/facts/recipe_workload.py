@@ -15,7 +15,7 @@ from digenrl.config.recipes.paths import RANDOM
 from digenrl.config.recipes.recipe import TERMS_PER_JOB, Recipe
 from digenrl.planning.candidates import PlanOptions
 from digenrl.planning.facts.cluster import Cluster
-from digenrl.planning.facts.model_facts import CatalogueModel, ModelFacts, known_models
+from digenrl.planning.facts.model_facts import CatalogModel, ModelFacts, known_models
 from digenrl.planning.facts.workload import Workload
 from digenrl.planning.layout import Capabilities
 
@@ -155,8 +155,8 @@ def _shared_training(recipe: Recipe, ranks: int | None) -> tuple[int | None, str
         return None, why.removesuffix(", or set it to trainer")
 
 
-def catalogue_model(recipe: Recipe) -> CatalogueModel | None:
-    """The catalogue entry of the recipe's model, by the layers of a local pipeline or by the pipeline's name."""
+def catalog_model(recipe: Recipe) -> CatalogModel | None:
+    """The catalog entry of the recipe's model, by the layers of a local pipeline or by the pipeline's name."""
     of_family = [entry for entry in known_models() if entry.family == recipe.model.family]
     config = recipe.model.pipeline_folder / "transformer" / "config.json"
     if config.is_file():
@@ -171,10 +171,10 @@ def model_name(recipe: Recipe) -> str:
 
 
 def unknown_model(recipe: Recipe) -> str:
-    """The error message for a model that is not in the catalogue and was not measured."""
+    """The error message for a model that is not in the catalog and was not measured."""
     known = ", ".join(entry.name for entry in known_models())
     return (
-        f"model.source: '{recipe.model.source}' ({recipe.model.family}) is not in the catalogue ({known}); "
+        f"model.source: '{recipe.model.source}' ({recipe.model.family}) is not in the catalog ({known}); "
         "give the cluster's pools measured costs, as measured: {slice_seconds: {1: 0.2, 4: 0.6}, "
         "train_seconds_per_sample: 0.1}"
     )
@@ -245,7 +245,7 @@ def _is_random_copy(random: str, other: str) -> bool:
     return source == RANDOM and size.rpartition("-")[2] in other.lower()
 
 
-def _has_size(config: Path, entry: CatalogueModel) -> bool:
+def _has_size(config: Path, entry: CatalogModel) -> bool:
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -87,7 +87,7 @@ class Workload(Frozen):
 
     @property
     def has_cost_model(self) -> bool:
-        """Whether costs can be modelled where none were measured."""
+        """Whether costs can be modeled where none were measured."""
         return self.model_facts is not None
 
     @property
@@ -189,7 +189,7 @@ WORKLOAD_KEYS = [key for key in Workload.model_fields if key not in ("model", "m
 
 
 def workload_for(model: str, **overrides: Any) -> Workload:
-    """A model of the catalogue with its published settings and `overrides`; None keeps the published value.
+    """A model of the catalog with its published settings and `overrides`; None keeps the published value.
 
     Raises ConfigError for an unknown model, an unknown key, or a sample size that the model cannot generate.
     """

@@ -149,10 +149,10 @@ def result_as_dict(result: PlanResult) -> dict[str, Any]:
 
 
 def cost_source(workload: Workload) -> str:
-    """The source of the model's costs: catalogue, derived (from its layers), or measured only."""
+    """The source of the model's costs: catalog, derived (from its layers), or measured only."""
     if workload.model_facts is None:
         return "measured"
-    return "catalogue" if workload.model_facts.fitted else "derived"
+    return "catalog" if workload.model_facts.fitted else "derived"
 
 
 def spec_as_dict(plan: Plan) -> dict[str, Any]:

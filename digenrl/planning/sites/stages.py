@@ -1,6 +1,6 @@
 """A trainer in stages over the cards of several pools: where the model is cut, and how long a step trains.
 
-Cards of one site are neighbours in the chain, so the pipeline crosses the slow link between two sites once.
+Cards of one site are neighbors in the chain, so the pipeline crosses the slow link between two sites once.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ from digenrl.planning.sites.stages import MOST_STAGES, StagedTrainer, best_stage
 
 
 def compare_places(workload: Workload, cluster: Cluster, options: PlanOptions) -> tuple[TrainerPlace, ...]:
-    """The three ways, fastest first; none if there is one site, or if the times of a card are not modelled."""
+    """The three ways, fastest first; none if there is one site, or if the times of a card are not modeled."""
     pools = cluster.pools
-    modelled = workload.has_cost_model and all(pool.card.described for pool in pools)
-    if len(cluster.site_names) == 1 or not modelled:
+    modeled = workload.has_cost_model and all(pool.card.described for pool in pools)
+    if len(cluster.site_names) == 1 or not modeled:
         return ()
     places = [
         _one_site(workload, cluster, options),

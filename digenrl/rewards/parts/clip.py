@@ -23,7 +23,7 @@ class ClipImages:
         self._processor = load_pretrained(AutoImageProcessor.from_pretrained, processor, backend="pil")
 
     def __call__(self, frames_NCHW: Tensor) -> Tensor:
-        """The model's pixel values: frames resized, cropped and normalised by the processor."""
+        """The model's pixel values: frames resized, cropped and normalized by the processor."""
         return self.of_images(list(as_pil(frames_NCHW)))
 
     def of_images(self, images: Sequence[Image.Image]) -> Tensor:
@@ -38,8 +38,8 @@ class LetterboxedImages(ClipImages):
     def of_images(self, images: Sequence[Image.Image]) -> Tensor:
         side = self._processor.crop_size["height"]
         square_NCHW = torch.stack([letterboxed(image, side) for image in images])
-        colours = (self._processor.image_mean, self._processor.image_std)
-        mean, std = (torch.tensor(values).view(3, 1, 1) for values in colours)
+        colors = (self._processor.image_mean, self._processor.image_std)
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in colors)
         return (square_NCHW - mean) / std
 
 

@@ -17,7 +17,7 @@ from digenrl.config.rewards.geneval_tasks import Relation, Task
 LEAST_CONFIDENCE = 0.3
 LEAST_CONFIDENCE_TO_COUNT = 0.9  # for the tag "counting"
 MOST_OBJECTS = 16  # of one class
-CLEARANCE = 0.1  # share of both objects' sizes by which their centres must be apart
+CLEARANCE = 0.1  # share of both objects' sizes by which their centers must be apart
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom, in pixels
 
@@ -45,13 +45,13 @@ class Verdict:
 
 
 Objects = Mapping[str, Sequence[Detection]]
-ColoursOf = Callable[[str, Sequence[Detection]], Sequence[str]]  # class and objects of it -> their colours
+ColorsOf = Callable[[str, Sequence[Detection]], Sequence[str]]  # class and objects of it -> their colors
 
 
-def judge(task: Task, detections: Sequence[Detection], colours_of: ColoursOf) -> Verdict:
+def judge(task: Task, detections: Sequence[Detection], colors_of: ColorsOf) -> Verdict:
     objects = _kept(detections, counting=task.tag == "counting")
-    strict, score = _exactly(task, objects, colours_of)
-    return Verdict(_at_least(task, objects, colours_of), strict, score)
+    strict, score = _exactly(task, objects, colors_of)
+    return Verdict(_at_least(task, objects, colors_of), strict, score)
 
 
 def relations(one: Box, other: Box) -> set[Relation]:
@@ -81,14 +81,14 @@ def _kept(detections: Sequence[Detection], counting: bool) -> dict[str, list[Det
     return {label: found[:MOST_OBJECTS] for label, found in objects.items()}
 
 
-def _at_least(task: Task, objects: Objects, colours_of: ColoursOf) -> bool:
+def _at_least(task: Task, objects: Objects, colors_of: ColorsOf) -> bool:
     """GenEval: only the most confident objects count, as many as are wanted."""
     groups: list[Sequence[Detection] | None] = []
     for wanted in task.include:
         found = objects.get(wanted.label, ())[: wanted.count]
         fits = len(found) == wanted.count
         if fits and wanted.color is not None:
-            fits = list(colours_of(wanted.label, found)).count(wanted.color) == wanted.count
+            fits = list(colors_of(wanted.label, found)).count(wanted.color) == wanted.count
         if fits and wanted.position is not None:
             fits = _placed(wanted.position, found, groups)
         groups.append(found if fits else None)
@@ -96,7 +96,7 @@ def _at_least(task: Task, objects: Objects, colours_of: ColoursOf) -> bool:
     return None not in groups and not others
 
 
-def _exactly(task: Task, objects: Objects, colours_of: ColoursOf) -> tuple[bool, float]:
+def _exactly(task: Task, objects: Objects, colors_of: ColorsOf) -> tuple[bool, float]:
     """Flow-GRPO: every object counts, and each check adds a share to the score.
 
     As in the authors' code, a wrong position adds both 0 and 1, unless the object that it refers to is missing.
@@ -110,9 +110,9 @@ def _exactly(task: Task, objects: Objects, colours_of: ColoursOf) -> tuple[bool,
         if not fits and (wanted.color is not None or wanted.position is not None):
             shares.append(0.0)
         if fits and wanted.color is not None:
-            of_colour = list(colours_of(wanted.label, found)).count(wanted.color)
-            shares.append(_share(wanted.count, of_colour))
-            fits = of_colour == wanted.count
+            of_color = list(colors_of(wanted.label, found)).count(wanted.color)
+            shares.append(_share(wanted.count, of_color))
+            fits = of_color == wanted.count
         if fits and wanted.position is not None:
             fits = _placed(wanted.position, found, groups)
             there = groups[wanted.position[1]] is not None

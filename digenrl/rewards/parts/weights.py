@@ -58,7 +58,7 @@ def load_pretrained(load: Callable[..., Loaded], model: str, **options: Any) -> 
 
 
 def load_whole_model(load: Callable[..., Any], model: str, **options: Any) -> Any:
-    """Loads a model; raises ConfigError if a weight is missing, which transformers would initialise randomly."""
+    """Loads a model; raises ConfigError if a weight is missing, which transformers would initialize randomly."""
     loaded, info = load_pretrained(load, model, output_loading_info=True, **options)
     absent = [*info["missing_keys"], *(key[0] for key in info["mismatched_keys"])]
     if absent:

@@ -12,7 +12,7 @@ Slices are dispatched by the scheduler's own rules. A property test requires tha
 scheduler, to the nanosecond. Rewards are scored in units of the greatest common divisor of batch and slice. That
 is exact if the batch divides the slice or is larger, and with one reward lane if whole groups are trained. It is
 an estimate for several reward lanes whose batches do not divide the slice. Runs in which lanes take several slices
-at once are estimates, too: in `batch` order such slices are treated as neighbours in the list, and their rewards
+at once are estimates, too: in `batch` order such slices are treated as neighbors in the list, and their rewards
 are scored in batches of one slice.
 """
 

@@ -184,7 +184,7 @@ def _bundles_under_way(
 
 
 def _stretches(places: list[Member]) -> Iterator[list[Member]]:
-    """Slices that are neighbours in the list, since slices that end together are scored in its order."""
+    """Slices that are neighbors in the list, since slices that end together are scored in its order."""
     first, follows = 0, places[0][0]
     for nth, (position, _, slices) in enumerate(places):
         if position > follows:

@@ -1,4 +1,4 @@
-"""Every card and model of the catalogue passes the same suite, and models without an entry are derived."""
+"""Every card and model of the catalog passes the same suite, and models without an entry are derived."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from digenrl.models.contract import SampleSize
 from digenrl.models.registry import FAMILIES
 from digenrl.planning.costs import forward_seconds, slice_seconds, training_pass_seconds
 from digenrl.planning.facts.cards import Card, find_card, known_cards
-from digenrl.planning.facts.model_facts import CatalogueModel, ModelFacts, find_model, known_models
+from digenrl.planning.facts.model_facts import CatalogModel, ModelFacts, find_model, known_models
 from digenrl.planning.facts.workload import workload_for
 from digenrl.planning.memory import activation_gib, generator_memory
 
@@ -23,7 +23,7 @@ every_card = pytest.mark.parametrize("card", known_cards(), ids=lambda card: car
 every_model = pytest.mark.parametrize("model", known_models(), ids=lambda model: model.name)
 
 
-def test_the_promised_cards_and_models_are_in_the_catalogue():
+def test_the_promised_cards_and_models_are_in_the_catalog():
     assert set(PROMISED_CARDS) <= {card.name for card in known_cards()}
     assert set(PROMISED_MODELS) == {model.name for model in known_models()}
 
@@ -51,19 +51,19 @@ def test_the_numbers_of_a_card_have_the_documented_units(card: Card):
 
 
 @every_model
-def test_a_model_is_found_by_every_name_and_alias(model: CatalogueModel):
+def test_a_model_is_found_by_every_name_and_alias(model: CatalogModel):
     for name in (model.name, model.name.upper(), *model.aliases):
         assert find_model(name) is model
 
 
 @every_model
-def test_a_token_is_multiplied_with_at_most_all_parameters(model: CatalogueModel):
+def test_a_token_is_multiplied_with_at_most_all_parameters(model: CatalogModel):
     assert 0.25 * model.parameters < model.image_weights < model.parameters
     assert model.text_weights <= model.image_weights
 
 
 @every_model
-def test_attention_is_quadratic_in_the_tokens_and_matrix_products_are_linear(model: CatalogueModel):
+def test_attention_is_quadratic_in_the_tokens_and_matrix_products_are_linear(model: CatalogModel):
     small, large = model.tokens(256, 256, text=0), model.tokens(512, 512, text=0)
     assert large.image == 4 * small.image
     little, much = model.forward_work(small), model.forward_work(large)
@@ -72,7 +72,7 @@ def test_attention_is_quadratic_in_the_tokens_and_matrix_products_are_linear(mod
 
 
 @every_model
-def test_videos_have_four_frames_per_latent_and_images_one_frame(model: CatalogueModel):
+def test_videos_have_four_frames_per_latent_and_images_one_frame(model: CatalogModel):
     if model.frames_per_latent is not None:
         assert model.tokens(256, 256, 33).image == 9 * model.tokens(256, 256, 1).image
     else:
@@ -81,13 +81,13 @@ def test_videos_have_four_frames_per_latent_and_images_one_frame(model: Catalogu
 
 
 @every_model
-def test_adapters_are_small_and_proportional_to_their_rank(model: CatalogueModel):
+def test_adapters_are_small_and_proportional_to_their_rank(model: CatalogModel):
     assert model.lora_parameters(64) == 2 * model.lora_parameters(32)
     assert 0 < model.lora_parameters(32) < 0.05 * model.parameters
 
 
 @every_model
-def test_the_published_settings_are_a_workload(model: CatalogueModel):
+def test_the_published_settings_are_a_workload(model: CatalogModel):
     workload = workload_for(model.name)
     assert workload.facts is model
     assert 1 <= workload.pairs_per_sample < workload.denoise_steps
@@ -96,7 +96,7 @@ def test_the_published_settings_are_a_workload(model: CatalogueModel):
 
 @every_model
 @every_card
-def test_more_work_takes_longer_and_larger_batches_take_less_time_per_sample(model: CatalogueModel, card: Card):
+def test_more_work_takes_longer_and_larger_batches_take_less_time_per_sample(model: CatalogModel, card: Card):
     workload = workload_for(model.name)
     forwards = [forward_seconds(workload, card, rows) for rows in (1, 2, 4, 8)]
     assert forwards == sorted(forwards)
@@ -108,7 +108,7 @@ def test_more_work_takes_longer_and_larger_batches_take_less_time_per_sample(mod
 
 
 @every_model
-def test_full_fine_tuning_takes_more_time_and_bytes_than_adapters(model: CatalogueModel):
+def test_full_fine_tuning_takes_more_time_and_bytes_than_adapters(model: CatalogModel):
     card = find_card("H200")
     lora, full = (workload_for(model.name, tuning=tuning) for tuning in ("lora", "full"))
     assert training_pass_seconds(full, card, 8, True) > training_pass_seconds(lora, card, 8, True)
@@ -120,7 +120,7 @@ def test_full_fine_tuning_takes_more_time_and_bytes_than_adapters(model: Catalog
     ("base", "generating", "training"), [("fp8", 0.5, 1.0), ("int8", 0.5, 0.5), ("nf4", 0.27, 0.27)]
 )
 def test_a_quantized_base_needs_a_fraction_of_the_memory(
-    model: CatalogueModel, base: str, generating: float, training: float
+    model: CatalogModel, base: str, generating: float, training: float
 ):
     plain, quantized = workload_for(model.name), workload_for(model.name, base=base)
     rest = model.weight_bytes - 2 * model.block_weights
@@ -133,7 +133,7 @@ def test_a_quantized_base_needs_a_fraction_of_the_memory(
 
 
 @every_model
-def test_checkpointing_halves_activations_and_memory_grows_with_the_pack(model: CatalogueModel):
+def test_checkpointing_halves_activations_and_memory_grows_with_the_pack(model: CatalogModel):
     workload = workload_for(model.name)
     assert activation_gib(workload, 1, True) < 0.5 * activation_gib(workload, 1, False)
     assert activation_gib(workload, 4, False) == pytest.approx(4 * activation_gib(workload, 1, False))
@@ -141,14 +141,14 @@ def test_checkpointing_halves_activations_and_memory_grows_with_the_pack(model: 
 
 @every_model
 @every_card
-def test_a_wider_lane_needs_less_memory_per_card(model: CatalogueModel, card: Card):
+def test_a_wider_lane_needs_less_memory_per_card(model: CatalogModel, card: Card):
     workload = workload_for(model.name)
     totals = [generator_memory(workload, card, 1, lane_cards).total_gib for lane_cards in (1, 2, 4)]
     assert totals == sorted(totals, reverse=True)
 
 
 @every_model
-def test_the_family_of_a_model_has_the_same_guidance_and_kind(model: CatalogueModel):
+def test_the_family_of_a_model_has_the_same_guidance_and_kind(model: CatalogModel):
     family = FAMILIES[model.family]
     assert (model.guidance == "batched") == family.uses_negative_prompts
     assert (model.frames_per_latent is not None) == (family.kind == "video")
@@ -163,14 +163,14 @@ def derived(family: str, size: str) -> ModelFacts:
     return facts_of(entry, size, model, entry.full_size(size).text_shapes, sample)
 
 
-def published_size(model: CatalogueModel) -> str:
-    """The name of the size that the catalogue's model has in its family."""
+def published_size(model: CatalogModel) -> str:
+    """The name of the size that the catalog's model has in its family."""
     billions = round(model.parameters / 1e9, 2)
     return next(size for size, full in FAMILIES[model.family].sizes.items() if full.billions == billions)
 
 
 @every_model
-def test_facts_derived_from_the_layers_agree_with_the_catalogue(model: CatalogueModel):
+def test_facts_derived_from_the_layers_agree_with_the_catalog(model: CatalogModel):
     counted = derived(model.family, published_size(model))
     assert not counted.fitted
     assert counted.parameters == pytest.approx(model.parameters, rel=0.01)
@@ -181,7 +181,7 @@ def test_facts_derived_from_the_layers_agree_with_the_catalogue(model: Catalogue
     exact |= {"joint_attention_blocks", "image_attention_blocks", "cross_attention_blocks"}
     exact |= {"float32_parameters", "vae_parameters", "block_weights", "clip_text_tokens", "cuts_padding"}
     assert counted.model_dump(include=exact) == model.model_dump(include=exact)
-    assert model.text_tokens <= counted.text_tokens, "the catalogue has typical prompts where padding is cut"
+    assert model.text_tokens <= counted.text_tokens, "the catalog has typical prompts where padding is cut"
 
 
 @pytest.mark.parametrize("family", ["sd3", "qwen_image", "wan"])
@@ -198,7 +198,7 @@ def test_a_token_costs_the_same_in_a_sample_of_one_token(family: str):
 
 
 @every_model
-def test_derived_costs_are_near_the_fitted_ones(model: CatalogueModel):
+def test_derived_costs_are_near_the_fitted_ones(model: CatalogModel):
     counted, card = derived(model.family, published_size(model)), find_card("H200")
     fitted = workload_for(model.name, compiled=True, text_tokens=model.text_tokens)
     estimate = fitted.model_copy(update={"model_facts": counted})

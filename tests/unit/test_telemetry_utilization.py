@@ -6,7 +6,7 @@ import pytest
 from handmade_traces import SECOND, both_trace, helped_trace, large_trace, on_policy_trace, span
 
 from digenrl.telemetry.trace import LaneInfo, Span, Trace, Work
-from digenrl.telemetry.utilisation import Intervals, lane_uses, pool_share, spans_by_lane
+from digenrl.telemetry.utilization import Intervals, lane_uses, pool_share, spans_by_lane
 
 
 def busy_shares(trace: Trace) -> dict[str, float]:

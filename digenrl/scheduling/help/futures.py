@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from digenrl.scheduling.help.forecast import Forecast
-from digenrl.scheduling.help.help_rules import Plan, SimpleHelpRule, help_by_rule, planned_help
+from digenrl.scheduling.help.forecast import COPIES_PER_NODE, Forecast
+from digenrl.scheduling.help.help_rules import Plan, SimpleHelpRule, help_by_rule, planned_help, simulate_help
 from digenrl.scheduling.state import HelpPlan, PlannedBubble
 
 Opens = Literal["bubble", "step", "nothing"]  # "nothing": the future never goes on
@@ -79,7 +79,13 @@ class Moment:
 
 
 def follow(start: Moment, until_step: int, planned: Plan, rule: SimpleHelpRule) -> tuple[Plan, Moment]:
-    """`simulate_help` from a moment: the bubbles, with the rounds of help in each, and the moment of the end."""
+    """`simulate_help` from a moment: the bubbles, with the rounds of help in each, and the moment of the end.
+
+    In a large cluster, where a copy takes longer than an instant, it is faster without memory.
+    """
+    if start.forecast.constants.copied_entries > COPIES_PER_NODE:
+        future = start.forecast.copy()
+        return simulate_help(future, until_step, planned, rule), Moment(future)
     met: list[PlannedBubble] = []
     coming, moment = iter(planned), start
     while moment.forecast.committed < until_step:

@@ -14,7 +14,7 @@ from digenrl.scheduling.help.futures import Moment, follow
 from digenrl.scheduling.help.help_rules import RULES, Plan, simulate_help
 from digenrl.scheduling.state import PlannedBubble
 from digenrl.simulation.spec_costs import initial_scheduler_state
-from tests.simulation.mixed_slices import mixed_contents
+from simulation.mixed_slices import mixed_contents
 
 
 def planned(rounds: list[int]) -> Plan:

@@ -160,15 +160,15 @@ def test_the_slider_selects_an_intermediate_evaluation(page: Page, tmp_path: Pat
 
 def test_pointing_at_one_curve_shows_the_values_of_all(page: Page, report: Path) -> None:
     page.open(report)
-    reading = "#charts-parts .reading"
-    assert page.text(reading) == "step 1: 0.5000"
+    reading = "#charts-health .reading"
+    assert page.text(reading) == "step 1: 0.4000"
     left, top, _, height = page.place_of("#chart-reward svg")
     page.mouse("mouseMoved", left + 50, top + height / 2)
     assert page.text("#chart-reward .reading") == "step 0: 0.2500 ± 0.1000"
-    assert page.text(reading) == "step 0: 0.2500"
+    assert page.text(reading) == "step 0: 0.4000"
     page.evaluate("document.querySelector('#chart-reward svg').focus()")
     page.key("ArrowRight")
-    assert page.text(reading) == "step 1: 0.5000"
+    assert page.text(reading) == "step 1: 0.4000"
 
 
 def test_long_tick_labels_fit(page: Page, tmp_path: Path) -> None:

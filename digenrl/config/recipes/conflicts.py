@@ -73,11 +73,15 @@ def _check_mode(recipe: Recipe) -> None:
             raise _conflict(f"cluster.{key}", f"{why}; set mode to ray, or leave it out")
 
 
+def lanes_of_one_machine(recipe: Recipe) -> list[str]:
+    """The keys of `lanes` with which the recipe names devices or folders of one machine."""
+    given: dict[str, Any] = {key: getattr(recipe.lanes, key) for key in LANES_OF_ONE_MACHINE}
+    return [key for key, value in given.items() if not isinstance(value, int) and value not in ("auto", None)]
+
+
 def _check_lanes_on_a_cluster(recipe: Recipe) -> None:
-    for key in LANES_OF_ONE_MACHINE:
+    for key in lanes_of_one_machine(recipe):
         given: Any = getattr(recipe.lanes, key)
-        if isinstance(given, int) or given in ("auto", None):
-            continue
         named = f"[{', '.join(given)}]" if isinstance(given, tuple) else given
         instead = "give a number of lanes" if isinstance(given, tuple) else "leave it out"
         why = f"{named} is on one machine, and mode ray places workers by the keys of cluster"

@@ -9,7 +9,8 @@ import yaml
 
 from digenrl.config.plan_files import work_of
 from digenrl.config.reading import ConfigError
-from digenrl.config.recipes.recipe import Recipe, technique_keys
+from digenrl.config.recipes.conflicts import lanes_of_one_machine
+from digenrl.config.recipes.recipe import LaneSettings, Recipe, technique_keys
 from digenrl.planning.results.plan_tables import rate_words
 from digenrl.planning.results.plans import Plan
 
@@ -43,11 +44,21 @@ def overlay(plan: Plan, recipe: Recipe, recipe_name: str) -> dict[str, Any]:
             },
         },
         "mode": "ray",
-        "lanes": {"ranks": trainer.cards, **_sharding(plan, recipe), "rewards": plan.spec.reward.lanes},
+        "lanes": {
+            **_defaults_of_one_machine(recipe),
+            "ranks": trainer.cards,
+            **_sharding(plan, recipe),
+            "rewards": plan.spec.reward.lanes,
+        },
         "cluster": {"trainer": trainer.pool.place, "generators": _generators(plan)},
         "batch": {"slice": plan.spec.slice},
         "techniques": technique_keys(plan.spec.policy),
     }
+
+
+def _defaults_of_one_machine(recipe: Recipe) -> dict[str, Any]:
+    """The defaults of what the recipe places on one machine, which mode ray refuses."""
+    return {key: getattr(LaneSettings(), key) for key in lanes_of_one_machine(recipe)}
 
 
 def overlay_text(content: dict[str, Any], plan: Plan) -> str:

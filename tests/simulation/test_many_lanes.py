@@ -17,7 +17,7 @@ SECOND = 1_000_000_000
 
 
 def losing_lanes(state: SchedulerState, lanes: int) -> SchedulerState:
-    """The state after so many lanes have joined and left."""
+    """The state after that many lanes have joined and left."""
     for number in range(lanes):
         state, _ = decide(state, WorkerJoined(0, LaneOffer(f"lost-{number}", SECOND)))
         state, _ = decide(state, WorkerLost(0, len(state.lanes) - 1))

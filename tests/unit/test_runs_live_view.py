@@ -200,7 +200,7 @@ def test_many_lanes_are_folded_to_fit_the_terminal_and_no_row_is_too_wide() -> N
     lanes = ["a100-0", "a100-1", "a100-2", "...", "reward-0", "reward-1", "trainer", "helper-0", "helper-1"]
     assert labels == ["demo", "steps", "reward", "speed", *lanes, "a"]
     (folded,) = (line for line in lines if "97 more like these, 0 working" in line)
-    progress.step(_step(1, **{"busy/generator": 0.5}))  # of so many lanes, a run has only the mean
+    progress.step(_step(1, **{"busy/generator": 0.5}))  # with that many lanes, a run has only the mean
     assert folded in _rendered(_dashboard(progress, opening), TerminalSize(60, 24))
 
 

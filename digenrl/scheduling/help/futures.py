@@ -12,7 +12,7 @@ from digenrl.scheduling.help.forecast import COPIES_PER_NODE, Forecast
 from digenrl.scheduling.help.help_rules import Plan, SimpleHelpRule, help_by_rule, planned_help, simulate_help
 from digenrl.scheduling.state import HelpPlan, PlannedBubble
 
-Opens = Literal["bubble", "step", "nothing"]  # "nothing": the future never goes on
+Opens = Literal["bubble", "step", "nothing"]  # "nothing": nothing follows in this future
 
 WAITED = -1
 

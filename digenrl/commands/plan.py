@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shlex
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -43,6 +41,7 @@ from digenrl.planning.results.plans import PlanResult
 from digenrl.planning.sites.trainer_places import places_words
 from digenrl.prompts.checks import check_prompts
 from digenrl.telemetry.writing import check_is_no_input, check_new_yaml, write_atomically
+from digenrl.transports.process_setup import loading_modules
 
 DEFAULT_FILE = Path("plan.yaml")
 
@@ -159,7 +158,7 @@ def facts_for(recipe: Recipe, cluster: Cluster) -> ModelFacts | None:
         return entry
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # no remarks about optional packages
     try:
-        with _without_garbage_collection():
+        with loading_modules():
             from digenrl.commands.support.derived_facts import derive_facts, with_targets
     except ModuleNotFoundError as error:
         if any(pool.measured.slice_seconds for pool in cluster.pools):
@@ -172,18 +171,6 @@ def facts_for(recipe: Recipe, cluster: Cluster) -> ModelFacts | None:
         missing = f"needs the package '{error.name}', which is not installed"
         raise ConfigError(f"{what} {missing}; install digenrl[train]") from None
     return derive_facts(recipe) if entry is None else with_targets(entry, recipe)
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Importing torch and diffusers takes a fifth longer if their objects are searched for garbage meanwhile."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _needs_model(pool: CardPool) -> bool:

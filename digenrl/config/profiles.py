@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from digenrl.config.limits import LONGEST_S
 from digenrl.config.reading import Frozen, read_model
@@ -99,13 +98,6 @@ class TrainingCost(Frozen):
     peak_bytes: NonNegativeInt = 0
     planned_bytes: NonNegativeInt = 0
     predicted_bytes: NonNegativeInt = 0
-
-    @model_validator(mode="before")
-    @classmethod
-    def _former_name(cls, content: Any) -> Any:
-        if not isinstance(content, Mapping) or "foreseen_bytes" not in content or "predicted_bytes" in content:
-            return content
-        return {{"foreseen_bytes": "predicted_bytes"}.get(key, key): value for key, value in content.items()}
 
 
 class Profile(Frozen):

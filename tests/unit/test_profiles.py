@@ -16,7 +16,6 @@ from digenrl.config import profiles
 from digenrl.config.profiles import (
     Profile,
     SliceCost,
-    TrainingCost,
     find_profile,
     read_profile,
     rounded,
@@ -85,13 +84,6 @@ def test_a_written_profile_reads_back_equal(tmp_path: Path, absent: tuple[str, .
     as_yaml.write_text(write_profile(profile))
     as_json.write_text(json.dumps(profile.model_dump(mode="json")))
     assert read_profile(str(as_yaml)) == read_profile("a.json", tmp_path) == profile
-
-
-def test_the_former_name_of_the_predicted_bytes_is_read() -> None:
-    costs = {"seconds_per_sample": 1, "pack_size": 2}
-    assert parse_model(TrainingCost, {**costs, "foreseen_bytes": 7}).predicted_bytes == 7
-    with pytest.raises(ConfigError):
-        parse_model(TrainingCost, {**costs, "foreseen_bytes": 7, "predicted_bytes": 7})
 
 
 def test_the_page_about_profiles_shows_one_and_names_every_key() -> None:
